@@ -1,0 +1,1 @@
+"""Omnistage: serve any-to-any models as a graph of stages."""

@@ -11,6 +11,7 @@
     │   └── ContextOverflow    prompt and answer do not fit the context (400)
     ├── Overloaded             the queue is full (429, with retry_after)
     ├── Draining               the server is stopping (503)
+    ├── NotReady               the pipeline is still loading (503, with retry_after)
     ├── RequestFailed          a stage failed while it served the request (500)
     │   ├── StreamError        a stream had a gap, a repeat or an unknown key
     │   └── ReplayExhausted    workers died more often than the replay budget allows
@@ -87,6 +88,14 @@ class Overloaded(OmnistageError):
 class Draining(OmnistageError):
     code = "draining"
     status = 503
+
+
+class NotReady(OmnistageError):
+    """The stages are still loading.  retry_after: seconds."""
+
+    code = "not_ready"
+    status = 503
+    retry_after = 1.0
 
 
 class RequestFailed(OmnistageError):

@@ -42,6 +42,7 @@ class AcousticModel(Protocol):
 
     voices: tuple[str, ...]
     num_channels: int
+    frame_rate: float  # frames per second
     weight_bytes: int
 
     def synthesize(

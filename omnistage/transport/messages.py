@@ -70,6 +70,14 @@ class Ready(Message, frozen=True, kw_only=True):
     phases: dict[str, float] = {}  # seconds per start-up phase
 
 
+class LoadFailed(Message, frozen=True, kw_only=True):
+    """W->O: the model cannot be loaded; restarting would not help.  kind: the error's class name."""
+
+    worker: str
+    kind: str
+    text: str
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """O->W: finish nothing more, free everything, exit 0."""
 
@@ -186,6 +194,7 @@ AnyMessage = (
     | Configure
     | Loading
     | Ready
+    | LoadFailed
     | Shutdown
     | PeerGone
     | Heartbeat

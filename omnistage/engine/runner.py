@@ -1,0 +1,148 @@
+"""Turns a plan into one forward pass: flat tensors in, logits out.
+
+Knows sequences and the model; it neither decides what runs nor which token is picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from omnistage.engine.scheduler import ScheduledChunk
+from omnistage.engine.sequence import Sequence
+from omnistage.ops.attention import (
+    AttentionMetadata,
+    BlockSelection,
+    DecodeGroup,
+    PagedKVCache,
+    PrefillChunk,
+    causal_mask,
+    length_mask,
+)
+
+# Rows of padding a decode group may carry before a group of its own costs less: one more gather and
+# attention call per layer take about as long as attending this many rows.
+_MAX_PADDING_ROWS = 512
+
+
+class FlatTokenModel(Protocol):
+    """What the engine asks of a model.  All tensors are rows, [num_tokens, ...]."""
+
+    dtype: torch.dtype
+
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+
+    def forward(self, hidden: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Runner:
+    """Owns the pages of all layers."""
+
+    def __init__(self, model: FlatTokenModel, cache: PagedKVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def execute(self, plan: Rows[ScheduledChunk]) -> tuple[list[Sequence], Tensor]:
+        """Compute the planned rows and write their keys and values.
+
+        Returns the sequences that are to be sampled and their logits [len(sequences), vocab].
+        """
+        decodes = [chunk for chunk in plan if chunk.num_tokens == 1]
+        decodes.sort(key=lambda chunk: -chunk.stop)  # neighbours in length share a group
+        chunks = decodes + [chunk for chunk in plan if chunk.num_tokens > 1]
+        stops = np.cumsum([chunk.num_tokens for chunk in chunks])
+        positions = torch.from_numpy(np.concatenate([np.arange(c.start, c.stop) for c in chunks]))
+        metadata = self._metadata(chunks, len(decodes), stops)
+        hidden = self._model.forward(self._embed(chunks, stops), positions, metadata)
+        sampled = [index for index, chunk in enumerate(chunks) if chunk.is_sampled]
+        if len(sampled) < hidden.shape[0]:
+            hidden = hidden[torch.from_numpy(stops[sampled] - 1)]
+        return [chunks[index].sequence for index in sampled], self._model.logits(hidden)
+
+    def _embed(self, chunks: list[ScheduledChunk], stops: NDArray[np.int64]) -> Tensor:
+        """[num_tokens, hidden]: looked up for ids, copied for rows given as embeddings."""
+        token_ids: list[int] = []
+        for chunk in chunks:
+            token_ids.extend(chunk.sequence.token_ids[chunk.start : chunk.stop])
+        hidden = self._model.embed(torch.tensor(token_ids).clamp_(min=0))
+        for chunk, stop in zip(chunks, stops.tolist(), strict=True):
+            for span in chunk.sequence.embedding_spans:
+                first, last = max(span.start, chunk.start), min(span.stop, chunk.stop)
+                if first < last:
+                    offset = stop - chunk.stop  # from a row of the sequence to a row of the step
+                    hidden[first + offset : last + offset] = span.embeddings[
+                        first - span.start : last - span.start
+                    ]
+        return hidden
+
+    def _metadata(
+        self, chunks: list[ScheduledChunk], num_decodes: int, stops: NDArray[np.int64]
+    ) -> AttentionMetadata:
+        slot_mapping = np.concatenate([self._slots(chunk) for chunk in chunks])
+        prefills = tuple(
+            self._prefill_chunk(chunk, stop - chunk.num_tokens)
+            for chunk, stop in zip(chunks[num_decodes:], stops[num_decodes:].tolist(), strict=True)
+        )
+        return AttentionMetadata(
+            cache=self._cache,
+            slot_mapping=torch.from_numpy(slot_mapping),
+            decode_groups=self._decode_groups(chunks[:num_decodes]),
+            prefill_chunks=prefills,
+        )
+
+    def _slots(self, chunk: ScheduledChunk) -> NDArray[np.int64]:
+        """[chunk.num_tokens]: where in the pages each row goes."""
+        size = self._cache.block_size
+        rows = np.arange(chunk.start, chunk.stop)
+        first = chunk.start // size
+        blocks = np.array(chunk.sequence.block_table[first : -(-chunk.stop // size)], dtype=np.int64)
+        slots: NDArray[np.int64] = blocks[rows // size - first] * size + rows % size
+        return slots
+
+    def _decode_groups(self, decodes: list[ScheduledChunk]) -> tuple[DecodeGroup, ...]:
+        """decodes: one row each, longest context first."""
+        bounds = [0]
+        padding = 0
+        for index, chunk in enumerate(decodes):
+            padding += decodes[bounds[-1]].stop - chunk.stop
+            if padding > _MAX_PADDING_ROWS:
+                bounds.append(index)
+                padding = 0
+        return tuple(
+            self._decode_group(start, decodes[start:stop])
+            for start, stop in zip(bounds, [*bounds[1:], len(decodes)], strict=True)
+            if stop > start
+        )
+
+    def _decode_group(self, start: int, group: list[ScheduledChunk]) -> DecodeGroup:
+        lengths = [chunk.stop for chunk in group]
+        context = lengths[0]
+        mask = None
+        if lengths[-1] != context:
+            mask = length_mask(torch.tensor(lengths), context, self._model.dtype)
+        return DecodeGroup(start, len(group), self._select(group, context), context, mask)
+
+    def _prefill_chunk(self, chunk: ScheduledChunk, start: int) -> PrefillChunk:
+        if chunk.start == 0:
+            return PrefillChunk(start, chunk.num_tokens, chunk.stop, None, None)
+        mask = causal_mask(chunk.num_tokens, chunk.stop, self._model.dtype)
+        return PrefillChunk(start, chunk.num_tokens, chunk.stop, self._select([chunk], chunk.stop), mask)
+
+    def _select(self, chunks: list[ScheduledChunk], context: int) -> BlockSelection:
+        """The blocks of each sequence, padded to those of `context` rows; a slice where that is one."""
+        num_blocks = -(-context // self._cache.block_size)
+        tables = np.zeros((len(chunks), num_blocks), dtype=np.int64)
+        for row, chunk in zip(tables, chunks, strict=True):
+            table = chunk.sequence.block_table[:num_blocks]
+            row[: len(table)] = table
+        if len(chunks) == 1 and (np.diff(tables[0]) == 1).all():
+            first = int(tables[0, 0])
+            return slice(first, first + num_blocks)
+        return torch.from_numpy(tables.reshape(-1))

@@ -1,0 +1,179 @@
+"""Finds a model's parts on disk and the code that runs each of them.
+
+Importable without torch: the table holds names of factories, which are imported when a part is loaded.
+A model is a directory; a part of it is a subdirectory with its own config.json, or a `<part>_config`
+entry in the model's config.json, or the model itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omnistage.errors import WeightsError
+from omnistage.models.home import omnistage_home
+
+if TYPE_CHECKING:
+    from omnistage.models.decoder import Decoder
+    from omnistage.models.protocols import AcousticModel, EncoderModel, VocoderModel
+
+Progress = Callable[[float, str], None]  # fraction done in [0, 1], what is being done
+
+STARTER = "starter"
+
+# role -> model_type of config.json -> "module:factory".  A factory is called as
+# factory(source, device=str, dtype=str), a decoder's as factory(directory, dtype=torch.dtype, prefix=str).
+FACTORIES: dict[str, dict[str, str]] = {
+    "encoder": {
+        "whisper": "omnistage.models.whisper:load_whisper",
+        "efficientnet_lite0": "omnistage.models.efficientnet:load_efficientnet",
+    },
+    "acoustic": {"vits_acoustic": "omnistage.models.vits:load_acoustic"},
+    "vocoder": {"vits_hifigan": "omnistage.models.hifigan:load_vocoder"},
+    "decoder": {
+        "llama": "omnistage.models.decoder:load_decoder",
+        "qwen2": "omnistage.models.decoder:load_decoder",
+        "qwen3": "omnistage.models.decoder:load_decoder",
+    },
+}
+
+
+@dataclass(frozen=True)
+class PartSource:
+    """Where one part's weights are and what its configuration says.
+
+    directory: holds the *.safetensors files and, where the part has one, tokenizer.json.
+    config: the part's own configuration.  prefix: how its tensors' names begin in the files,
+    "" or ending in a dot.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    prefix: str = ""
+
+    @property
+    def model_type(self) -> str:
+        """Raises WeightsError if the configuration does not say."""
+        kind = self.config.get("model_type")
+        if not isinstance(kind, str):
+            raise WeightsError(f"the configuration in {self.directory} has no model_type")
+        return kind
+
+
+def resolve_model(name: str) -> Path:
+    """The directory of a model given as "starter" or as a path.
+
+    Raises WeightsError, with the remedy, if there is none.
+    """
+    if name == STARTER:
+        directory = omnistage_home() / "models" / STARTER
+        if not directory.is_dir():
+            raise WeightsError(f"the starter is not in {directory}; run `omnistage fetch starter`")
+        return directory
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        raise WeightsError(f"model {name!r} is neither 'starter' nor a directory; give a model's directory")
+    return directory
+
+
+def find_part(model: Path, part: str | None) -> PartSource:
+    """The part called `part` of the model in directory `model`; None or "" is the model itself.
+
+    Raises WeightsError if the model has no such part.
+    """
+    if not part:
+        return PartSource(model, _read_config(model))
+    if (model / part / "config.json").is_file():
+        return PartSource(model / part, _read_config(model / part))
+    if (model / "config.json").is_file():
+        config = _read_config(model).get(f"{part}_config")
+        if isinstance(config, dict):
+            return PartSource(model, config, prefix=f"{part}.")
+    known = ", ".join(_part_names(model)) or "none"
+    remedy = "; run `omnistage fetch starter`" if model.name == STARTER else ""
+    raise WeightsError(f"the model in {model} has no part {part!r}; its parts: {known}{remedy}")
+
+
+def load_encoder(
+    source: PartSource, *, device: str = "cpu", dtype: str = "float32", progress: Progress | None = None
+) -> EncoderModel:
+    """device: torch's name of it.  Raises WeightsError for an unknown model type or unfit weights."""
+    return cast("EncoderModel", _load("encoder", source, device, dtype, progress))
+
+
+def load_acoustic(
+    source: PartSource, *, device: str = "cpu", dtype: str = "float32", progress: Progress | None = None
+) -> AcousticModel:
+    """As load_encoder, for the model that turns sentences into vocoder frames."""
+    return cast("AcousticModel", _load("acoustic", source, device, dtype, progress))
+
+
+def load_vocoder(
+    source: PartSource, *, device: str = "cpu", dtype: str = "float32", progress: Progress | None = None
+) -> VocoderModel:
+    """As load_encoder, for the model that turns frames into sound."""
+    return cast("VocoderModel", _load("vocoder", source, device, dtype, progress))
+
+
+def load_decoder(
+    source: PartSource, *, device: str = "cpu", dtype: str = "float32", progress: Progress | None = None
+) -> Decoder:
+    """As load_encoder, for an autoregressive decoder that the engine runs.
+
+    Raises WeightsError for any device but the CPU.
+    """
+    if device != "cpu":
+        raise WeightsError(f"decoders run on the device 'cpu', not on {device!r}")
+    from omnistage.models.weights import dtype_of
+
+    factory = _factory("decoder", source, progress)
+    decoder: Decoder = factory(source.directory, dtype=dtype_of(dtype), prefix=source.prefix)
+    if progress is not None:
+        progress(1.0, f"loaded {source.model_type}")
+    return decoder
+
+
+def _load(role: str, source: PartSource, device: str, dtype: str, progress: Progress | None) -> object:
+    model: object = _factory(role, source, progress)(source, device=device, dtype=dtype)
+    if progress is not None:
+        progress(1.0, f"loaded {source.model_type}")
+    return model
+
+
+def _factory(role: str, source: PartSource, progress: Progress | None) -> Callable[..., Any]:
+    kinds = FACTORIES[role]
+    kind = source.model_type
+    if kind not in kinds:
+        raise WeightsError(
+            f"model type {kind!r} of {source.directory} is no known {role}; known: {', '.join(sorted(kinds))}"
+        )
+    module_name, factory_name = kinds[kind].split(":")
+    report = progress or (lambda fraction, what: None)
+    report(0.0, f"importing {kind}")
+    factory: Callable[..., Any] = getattr(importlib.import_module(module_name), factory_name)
+    report(0.5, f"loading {kind}")
+    return factory
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path} does not exist; give a directory in the hub's layout") from error
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"{path} holds a {type(config).__name__}, not an object")
+    return config
+
+
+def _part_names(model: Path) -> list[str]:
+    names = {path.parent.name for path in model.glob("*/config.json")}
+    if (model / "config.json").is_file():
+        names |= {key.removesuffix("_config") for key in _read_config(model) if key.endswith("_config")}
+    return sorted(names)

@@ -1,0 +1,131 @@
+"""The commands that serve nothing: fetch, config, schema, graph, plan; and `worker`, for other hosts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from omnistage.errors import OmnistageError
+from omnistage.serving.cli_pipeline import load_spec
+
+if TYPE_CHECKING:
+    from omnistage.models.fetch import FetchProgress
+
+BAR_WIDTH = 30  # characters
+MEGABYTE = 1_000_000
+
+
+class FetchBar:
+    """Prints a fetch's progress: a moving bar on a terminal, one line per package elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._last_line = ""
+
+    def __call__(self, progress: FetchProgress) -> None:
+        line = self._line(progress)
+        if self._is_terminal:
+            sys.stderr.write(f"\r\x1b[K{line}")
+            sys.stderr.flush()
+        elif line != self._last_line:
+            print(line, file=sys.stderr, flush=True)
+        self._last_line = line
+
+    def finish(self) -> None:
+        if self._is_terminal and self._last_line:
+            sys.stderr.write("\r\x1b[K")
+
+    def _line(self, progress: FetchProgress) -> str:
+        if progress.action == "wait":
+            return f"waiting for {progress.subject}"
+        if progress.action == "convert":
+            return f"converting {progress.subject} ({progress.done} of {progress.total})"
+        if not self._is_terminal:
+            return f"downloading {progress.subject}"
+        fraction = progress.done / progress.total if progress.total else 0.0
+        filled = min(BAR_WIDTH, round(fraction * BAR_WIDTH))
+        bar = "#" * filled + "." * (BAR_WIDTH - filled)
+        megabytes = f"{progress.done / MEGABYTE:.0f} of {progress.total / MEGABYTE:.0f} MB"
+        return f"downloading [{bar}] {megabytes}  {progress.subject}"
+
+
+def fetch(options: Namespace) -> int:
+    from omnistage.models.fetch import fetch_starter
+
+    bar = FetchBar()
+    try:
+        directory = fetch_starter(hearing=options.hearing, verify=options.verify, progress=bar)
+    finally:
+        bar.finish()
+    print(directory)
+    return 0
+
+
+def config(options: Namespace) -> int:
+    from omnistage.graph.dump import render_config
+    from omnistage.graph.loader import resolve_pipeline
+
+    print(render_config(resolve_pipeline(options.pipeline, overrides=options.overrides)), end="")
+    return 0
+
+
+def schema(options: Namespace) -> int:
+    from omnistage.graph.schema import schema_json
+
+    print(schema_json().rstrip("\n"))
+    return 0
+
+
+def graph(options: Namespace) -> int:
+    from omnistage.graph.draw import to_mermaid, to_svg
+
+    spec = load_spec(options)
+    is_svg_name = options.output is not None and options.output.suffix.lower() == ".svg"
+    kind = options.format or ("svg" if is_svg_name else "mermaid")
+    drawing = to_svg(spec) if kind == "svg" else to_mermaid(spec)
+    if options.output is None:
+        print(drawing.rstrip("\n"))
+        return 0
+    try:
+        options.output.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        raise OmnistageError(f"cannot write {options.output} ({error.strerror})") from error
+    return 0
+
+
+def plan(options: Namespace) -> int:
+    from omnistage.graph.plan import Load, check_plan, measure_bandwidth, plan_pipeline, render_plan
+    from omnistage.models.registry import resolve_model
+
+    defaults = Load()
+    load = Load(
+        prompt_tokens=options.prompt_tokens or defaults.prompt_tokens,
+        answer_tokens=options.answer_tokens or defaults.answer_tokens,
+        bandwidth={"cpu": measure_bandwidth()} if options.measure else {},
+    )
+    spec = load_spec(options)
+    planned = plan_pipeline(spec, resolve_model(spec.model), load=load)
+    print(render_plan(planned))
+    check_plan(planned)
+    return 0
+
+
+def worker(options: Namespace) -> int:
+    from omnistage.serving.launch import join_address
+    from omnistage.stages.process import run_worker
+
+    return run_worker(
+        {
+            "name": f"{options.stage}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}",
+            "stage": options.stage,
+            "run_id": secrets.token_hex(4),
+            "control": join_address(options.join),
+            "bind": options.bind,
+            "advertise": options.advertise,
+            "key_file": options.key,
+        }
+    )

@@ -1,0 +1,200 @@
+"""Omni: a pipeline from Python, without a server.
+
+    with Omni("starter") as omni:
+        question = {"role": "user", "content": "Say hello."}
+        [answer] = omni.generate([{"messages": [question], "modalities": ["text", "audio"]}])
+        answer.save_audio("hello.wav")
+
+Requests have the form of POST /v1/chat/completions bodies ("model" may be left out; file:// URLs are
+read).  The pipeline's event loop runs in a thread of its own; calls may come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omnistage.audio.containers import encode
+from omnistage.audio.pcm import Pcm
+from omnistage.errors import OmnistageError, RequestFailed
+from omnistage.graph import Graph, PipelineSpec, load_pipeline
+from omnistage.serving.chat_protocol import ChatCompletionRequest
+from omnistage.serving.chat_request import prepare_chat
+from omnistage.serving.launch import LaunchOptions, Pipeline, ensure_weights, start_pipeline
+from omnistage.serving.protocol import parse_body
+from omnistage.serving.requests import AudioDelta, Done, Event, RequestStream, TextDelta
+from omnistage.serving.service import Service
+from omnistage.serving.settings import MediaSettings, ServerSettings
+from omnistage.types import FinishReason, StageTiming, Usage
+
+T = TypeVar("T")
+Request = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A whole answer.  audio: None if none was asked for.  seed: what makes it reproducible."""
+
+    text: str
+    audio: Pcm | None
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: tuple[StageTiming, ...]
+    seed: int
+
+    def save_audio(self, path: str | Path, file_format: str = "wav") -> None:
+        """Write the speech to a file.  Raises RequestFailed if the answer has none."""
+        if self.audio is None:
+            raise RequestFailed('the answer has no speech; ask with "modalities": ["text", "audio"]')
+        Path(path).write_bytes(encode(self.audio, file_format))
+
+
+class Omni:
+    """A running pipeline.  Close it, or use it as a context manager.
+
+    pipeline: a built-in name, a YAML file's path, a Graph or a PipelineSpec.
+    Raises PipelineError, FetchError or WeightsError, with the remedy, if it cannot start.
+    """
+
+    def __init__(
+        self,
+        pipeline: str | Path | Graph | PipelineSpec = "starter",
+        *,
+        options: LaunchOptions | None = None,
+        settings: ServerSettings | None = None,
+    ) -> None:
+        self.spec = _spec(pipeline)
+        ensure_weights(self.spec)
+        self._options = options or LaunchOptions()
+        self._settings = settings or ServerSettings(
+            media=MediaSettings(root=Path("/"), allow_private_hosts=True)
+        )
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._started: queue.SimpleQueue[Pipeline | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run_loop, name="omnistage", daemon=True)
+        self._thread.start()
+        started = self._started.get()
+        if isinstance(started, BaseException):
+            self._thread.join()
+            raise started
+        self.pipeline = started
+        self._service = Service(started.orchestrator, self._settings)
+
+    def generate(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answer all requests, concurrently; the answers stand in the requests' order.
+
+        Raises the first request's error once all have ended.
+        """
+        return self._call(self._generate(requests))
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """The events of one request as they are made; leaving the loop early aborts it."""
+        events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
+        task = asyncio.run_coroutine_threadsafe(self._pump(request, events), self._loop)
+        try:
+            while (event := events.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            task.cancel()
+
+    def close(self) -> None:
+        """End every worker and free everything.  Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def __enter__(self) -> Omni:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:  # handed to the thread that waits for the start
+            self._started.put(error)
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        async with start_pipeline(self.spec, self._options) as pipeline:
+            await pipeline.wait_ready()
+            self._started.put(pipeline)
+            await self._stop.wait()
+
+    async def _submit(self, request: Request) -> tuple[RequestStream, int]:
+        body = parse_body(ChatCompletionRequest, {"model": self.spec.name, **request})
+        job = await prepare_chat(self._service, body)
+        return self._service.backend.submit(job.requests[0]), job.requests[0].seed
+
+    async def _generate(self, requests: Sequence[Request]) -> list[Answer]:
+        results = await asyncio.gather(*map(self._collect, requests), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, Answer)]
+
+    async def _collect(self, request: Request) -> Answer:
+        stream, seed = await self._submit(request)
+        text, sample_rate = "", 0
+        token_ids: list[int] = []
+        pcm: list[NDArray[np.float32]] = []
+        done: Done | None = None
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                match event:
+                    case TextDelta():
+                        text += event.text
+                        token_ids.extend(event.token_ids)
+                    case AudioDelta():
+                        pcm.append(event.pcm)
+                        sample_rate = event.sample_rate
+                    case Done():
+                        done = event
+        assert done is not None, "a stream that raises nothing ends with Done"
+        audio = Pcm(np.concatenate(pcm), sample_rate) if pcm else None
+        return Answer(text, audio, tuple(token_ids), done.finish_reason, done.usage, done.timings, seed)
+
+    async def _pump(self, request: Request, events: queue.SimpleQueue[Event | BaseException | None]) -> None:
+        try:
+            stream, _ = await self._submit(request)
+            async with contextlib.aclosing(stream):
+                async for event in stream:
+                    events.put(event)
+        except OmnistageError as error:
+            events.put(error)
+        finally:
+            events.put(None)
+
+
+def _spec(pipeline: str | Path | Graph | PipelineSpec) -> PipelineSpec:
+    if isinstance(pipeline, PipelineSpec):
+        return pipeline
+    if isinstance(pipeline, Graph):
+        return pipeline.build()
+    return load_pipeline(pipeline)

@@ -1,0 +1,290 @@
+"""The supervisor: starts workers, hands them their configuration, restarts the one that dies.
+
+Owns the hub's receive loop; what concerns requests goes to the orchestrator.  A worker's death never
+reaches the API process: that replica alone is restarted, with a bounded number of quick deaths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from omnistage.errors import OmnistageError, TransportError, WeightsError, error_from_wire
+from omnistage.graph import PipelineSpec
+from omnistage.graph.dump import to_json
+from omnistage.serving.backend_info import Facts
+from omnistage.serving.orchestrator import Orchestrator
+from omnistage.serving.replicas import Replica, ReplicaState
+from omnistage.serving.worker_hosts import WorkerHost
+from omnistage.stages.config import WorkerConfig
+from omnistage.transport import Hub, remove_leftovers
+from omnistage.transport.messages import (
+    Configure,
+    Heartbeat,
+    Hello,
+    LoadFailed,
+    Loading,
+    Message,
+    Ready,
+    Shutdown,
+    StepReport,
+)
+
+logger = logging.getLogger(__name__)
+
+QUICK_DEATH_SECONDS = 10.0  # a worker that dies sooner after its start is likely to die again
+MAX_QUICK_DEATHS = 5
+SHUTDOWN_SECONDS = 5.0
+HEARTBEAT_SECONDS = 2.0
+SILENCE_SECONDS = (
+    20.0  # a worker on another host is taken for dead after this; a loading one after thrice that
+)
+
+Progress = Callable[[str, float, str], None]  # replica, fraction, what
+
+
+@dataclass
+class _Starts:
+    """When a replica's processes were started, to bound quick deaths."""
+
+    count: int = 0
+    quick_deaths: int = 0
+    at: float = field(default_factory=time.monotonic)
+
+
+class Supervisor:
+    def __init__(
+        self,
+        *,
+        spec: PipelineSpec,
+        hub: Hub,
+        host: WorkerHost,
+        orchestrator: Orchestrator,
+        template: WorkerConfig,
+        progress: Progress | None = None,
+    ) -> None:
+        self._spec = spec
+        self._pipeline = to_json(spec)
+        self._hub = hub
+        self._host = host
+        self._orchestrator = orchestrator
+        self._template = template  # of every local worker: all but name, stage and start
+        self._progress = progress or (lambda replica, fraction, what: None)
+        self._by_worker: dict[str, Replica] = {}
+        self._starts: dict[str, _Starts] = {}
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._load_error: OmnistageError | None = None
+        self._is_closing = False
+
+    async def start(self) -> None:
+        """Start every local worker; returns once they are asked for, not once they are ready."""
+        await self._host.start(self._on_exit)
+        self._loops = [asyncio.create_task(self._receive())]
+        replicas = self._orchestrator.replicas.all()
+        for replica in replicas:
+            if replica.stage.placement == "local":
+                self._spawn(replica)
+        if any(replica.stage.placement == "remote" for replica in replicas):
+            self._loops.append(asyncio.create_task(self._watch_remote()))
+
+    async def wait_ready(self) -> None:
+        """Return when every stage has a ready replica.  Raises the error of one that cannot be loaded."""
+        while not self._orchestrator.replicas.is_ready:
+            if self._load_error is not None:
+                raise self._load_error
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Ask every worker to end, then end those that do not."""
+        self._is_closing = True
+        for task in self._restarts:
+            task.cancel()
+        for replica in self._orchestrator.replicas.all():
+            if replica.address:
+                with contextlib.suppress(TransportError):
+                    self._hub.send(replica.address, Shutdown())
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        while self._by_worker and time.monotonic() < deadline:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+        await self._host.close()
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, *self._restarts, return_exceptions=True)
+
+    # --- processes --------------------------------------------------------------------------
+
+    def _spawn(self, replica: Replica) -> None:
+        starts = self._starts.setdefault(replica.name, _Starts())
+        starts.count += 1
+        starts.at = time.monotonic()
+        name = f"{replica.stage.name}-{replica.index}-{starts.count}"
+        replica.worker = name
+        replica.state = ReplicaState.STARTING
+        self._by_worker[name] = replica
+        config = msgspec.structs.replace(
+            self._template, name=name, stage=replica.stage.name, started=time.monotonic()
+        )
+        self._host.spawn(config, name)
+
+    def _on_exit(self, name: str, status: int) -> None:
+        """A worker's process has ended, for whatever reason."""
+        replica = self._by_worker.pop(name, None)
+        self._changed.set()
+        if replica is None or replica.worker != name:
+            return
+        if self._is_closing:
+            self._remove_leftovers(name)
+            return
+        self._lose(replica)
+        if replica.state is ReplicaState.FAILED:
+            return
+        replica.restarts += 1
+        starts = self._starts[replica.name]
+        is_quick = time.monotonic() - starts.at < QUICK_DEATH_SECONDS
+        starts.quick_deaths = starts.quick_deaths + 1 if is_quick else 0
+        if starts.quick_deaths > MAX_QUICK_DEATHS:
+            self._give_up(
+                replica, f"{replica.name} died {starts.quick_deaths} times within seconds of its start"
+            )
+            return
+        delay = 0.0 if starts.quick_deaths <= 1 else 0.2 * 2**starts.quick_deaths
+        logger.error("worker %s ended with status %d; restarting it in %.1f s", name, status, delay)
+        task = asyncio.create_task(self._respawn(replica, delay))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _respawn(self, replica: Replica, delay: float) -> None:
+        await asyncio.sleep(delay)  # back-off, so that a broken model does not burn the machine
+        self._spawn(replica)
+
+    def _lose(self, replica: Replica) -> None:
+        """Everything the process held is gone; its requests are replayed."""
+        if replica.state is not ReplicaState.FAILED:
+            replica.state = ReplicaState.STARTING
+        if replica.address:
+            self._orchestrator.on_death(replica)
+            self._remove_leftovers(replica.worker)
+        replica.address = ""
+        replica.gauges = {}
+
+    def _remove_leftovers(self, worker: str) -> None:
+        """Unlink the shared memory that a killed process could not."""
+        remove_leftovers(self._template.run_id, worker)
+
+    def _give_up(self, replica: Replica, reason: str) -> None:
+        logger.error("giving up on %s: %s", replica.name, reason)
+        replica.state = ReplicaState.FAILED
+        replica.failure = reason
+        self._load_error = self._load_error or WeightsError(
+            f"stage {replica.stage.name!r} does not start: {reason}"
+        )
+        self._orchestrator.on_failure(replica)
+        self._changed.set()
+
+    # --- messages ---------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            try:
+                address, message = await self._hub.receive()
+            except TransportError as error:
+                logger.error("a malformed message was discarded: %s", error)
+                continue
+            self._handle(address, message)
+            if isinstance(message, StepReport):
+                self._hub.release(message)
+
+    def _handle(self, address: str, message: Message) -> None:
+        match message:
+            case Hello():
+                self._on_hello(address, message)
+            case Loading(worker=worker, fraction=fraction, what=what):
+                replica = self._by_worker.get(worker)
+                if replica is not None:
+                    replica.heard = time.monotonic()
+                    self._progress(replica.name, fraction, what)
+            case Ready(worker=worker, info=info, phases=phases):
+                self._on_ready(worker, info, phases)
+            case LoadFailed(worker=worker, kind=kind, text=text):
+                replica = self._by_worker.get(worker)
+                if replica is not None:
+                    self._load_error = error_from_wire(
+                        kind=kind, message=text, code="load_failed", param=None
+                    )
+                    self._give_up(replica, text)
+            case Heartbeat(worker=worker):
+                replica = self._by_worker.get(worker)
+                if replica is not None:
+                    replica.heard = time.monotonic()
+            case _:
+                self._orchestrator.handle(address, message)
+
+    def _on_hello(self, address: str, hello: Hello) -> None:
+        replica = self._by_worker.get(hello.worker) or self._adopt(hello)
+        if replica is None:
+            logger.warning(
+                "worker %s wants to serve %r, which needs no more replicas", hello.worker, hello.stage
+            )
+            self._hub.send(address, Shutdown())
+            return
+        replica.worker, replica.address, replica.host, replica.pid = (
+            hello.worker,
+            address,
+            hello.host,
+            hello.pid,
+        )
+        replica.state = ReplicaState.LOADING
+        replica.heard = time.monotonic()
+        self._orchestrator.replicas.by_address[address] = replica
+        configure = Configure(pipeline=self._pipeline, stage=replica.stage.name, replica=replica.index)
+        self._hub.send(address, configure)
+
+    def _adopt(self, hello: Hello) -> Replica | None:
+        """A worker that joined by itself takes a free place of its stage."""
+        for replica in self._orchestrator.replicas.by_stage.get(hello.stage, []):
+            if replica.stage.placement == "remote" and not replica.address:
+                self._by_worker[hello.worker] = replica
+                return replica
+        return None
+
+    def _on_ready(self, worker: str, info: Facts, phases: dict[str, float]) -> None:
+        replica = self._by_worker.get(worker)
+        if replica is None:
+            return
+        replica.info = info
+        replica.phases = phases
+        replica.state = ReplicaState.READY
+        replica.heard = time.monotonic()
+        self._progress(replica.name, 1.0, "ready")
+        self._orchestrator.on_ready(replica)
+        self._changed.set()
+
+    async def _watch_remote(self) -> None:
+        """Heartbeats for workers on other hosts, whose processes nobody here can watch."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)  # the beat itself, not a wait for something
+            now = time.monotonic()
+            for name, replica in list(self._by_worker.items()):
+                if replica.stage.placement != "remote" or not replica.address:
+                    continue
+                patience = SILENCE_SECONDS * (3 if replica.state is ReplicaState.LOADING else 1)
+                if now - replica.heard > patience:
+                    logger.error(
+                        "worker %s has been silent for %.0f s; taken for dead", name, now - replica.heard
+                    )
+                    self._by_worker.pop(name)
+                    self._lose(replica)
+                else:
+                    with contextlib.suppress(TransportError):
+                        self._hub.send(replica.address, Heartbeat(worker=name))

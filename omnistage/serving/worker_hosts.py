@@ -1,0 +1,185 @@
+"""Two ways to run a worker: in a process forked by the nursery, or in a thread of this process.
+
+Both start workers by configuration and report each one's end through a callback on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    from omnistage.stages.stage import Stage, StageContext
+    from omnistage.transport import MemoryNetwork
+
+logger = logging.getLogger(__name__)
+
+OnExit = Callable[[str, int], None]  # worker's name, exit status (negative: killed by that signal)
+BuildStage = Callable[["StageContext"], "Stage"]
+NURSERY_EXIT_SECONDS = 5.0
+
+# Threads of a stage that waits must sleep, or stages that share cores slow each other forty-fold;
+# a short spin keeps the gaps inside one step cheap.
+THREAD_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "20000",
+    "KMP_BLOCKTIME": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class WorkerHost(Protocol):
+    async def start(self, on_exit: OnExit) -> None: ...
+
+    def spawn(self, config: msgspec.Struct, name: str) -> None:
+        """Start a worker; its end is reported even if it never says a word."""
+
+    def pid_of(self, name: str) -> int: ...
+
+    async def close(self) -> None:
+        """End every worker that still runs."""
+
+
+class NurseryHost:
+    """Workers as processes: fast to start, dead with their parent, noticed at once when they die."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._on_exit: OnExit = lambda name, status: None
+        self._pids: dict[str, int] = {}
+        self._alive: set[str] = set()
+        self._is_closing = False
+
+    async def start(self, on_exit: OnExit) -> None:
+        self._on_exit = on_exit
+        await self._start_nursery()
+
+    async def _start_nursery(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {**THREAD_ENVIRONMENT, **os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "omnistage.stages.nursery", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            event = json.loads(line)
+            if "started" in event:
+                self._pids[event["started"]] = event["pid"]
+            else:
+                self._ended(event["exited"], event["status"])
+        if self._is_closing:
+            return
+        logger.error("the worker nursery died; starting another")
+        await self._reap_nursery()
+        lost = list(self._alive)
+        await self._start_nursery()
+        for name in lost:
+            self._ended(name, -9)
+
+    def _ended(self, name: str, status: int) -> None:
+        self._alive.discard(name)
+        self._pids.pop(name, None)
+        self._on_exit(name, status)
+
+    def spawn(self, config: msgspec.Struct, name: str) -> None:
+        assert self._writer is not None, "start the host before spawning workers"
+        self._alive.add(name)
+        command = {"spawn": name, "config": msgspec.to_builtins(config)}
+        self._writer.write(json.dumps(command).encode() + b"\n")
+
+    def pid_of(self, name: str) -> int:
+        return self._pids.get(name, 0)
+
+    async def close(self) -> None:
+        self._is_closing = True
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+        if self._reading is not None:
+            await self._reading
+        await self._reap_nursery()
+
+    async def _reap_nursery(self) -> None:
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        try:
+            await asyncio.to_thread(process.wait, NURSERY_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+
+class ThreadHost:
+    """Workers as threads over a memory network: for tests, debugging and notebooks.
+
+    Everything but processes and sockets is as in production.  A worker that raises is reported as
+    dead and restarted, but a crash of the interpreter takes all of them.
+    """
+
+    def __init__(self, network: MemoryNetwork, build: BuildStage | None = None) -> None:
+        self._network = network
+        self._build = build
+        self._threads: dict[str, threading.Thread] = {}
+        self._on_exit: OnExit = lambda name, status: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leases: Any = None
+
+    async def start(self, on_exit: OnExit) -> None:
+        from omnistage.stages.lease import LeaseGroup
+
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._leases = LeaseGroup()
+
+    def spawn(self, config: msgspec.Struct, name: str) -> None:
+        thread = threading.Thread(target=self._run, args=(config, name), name=name, daemon=True)
+        self._threads[name] = thread
+        thread.start()
+
+    def _run(self, config: Any, name: str) -> None:
+        from omnistage.stages.lease import ThreadLease
+        from omnistage.stages.factory import build_stage
+        from omnistage.stages.process import serve_stage
+
+        status = 1
+        endpoint = self._network.endpoint(name)
+        try:
+            serve_stage(config, endpoint, ThreadLease(self._leases), self._build or build_stage)
+            status = 0
+        except Exception:  # the thread's boundary: whatever ended the worker is logged and reported
+            logger.exception("worker %s failed", name)
+        finally:
+            endpoint.close()
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._on_exit, name, status)
+
+    def pid_of(self, name: str) -> int:
+        return os.getpid()
+
+    async def close(self) -> None:
+        for thread in self._threads.values():
+            await asyncio.to_thread(thread.join, NURSERY_EXIT_SECONDS)

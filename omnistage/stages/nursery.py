@@ -1,0 +1,155 @@
+"""The nursery: a small process that has imported torch once and forks a worker on demand.
+
+    supervisor  --{"spawn": name, "config": ...}-->  nursery
+    supervisor  <--{"started"|"exited": name, "pid": ..., "status": ...}--  nursery
+
+JSON lines over the socket whose descriptor is argv[1].  When that socket closes (the API process is
+gone) the nursery kills its workers and ends; when the nursery dies, the kernel kills the workers.
+It runs no tensor operation itself: forking is safe only while torch has started no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+
+# What workers need; imported once here, shared by every fork.
+PRELOAD = (
+    "torch",
+    "omnistage.stages.factory",
+    "omnistage.stages.process",
+    "omnistage.models.decoder",
+    "omnistage.models.whisper",
+    "omnistage.models.efficientnet",
+    "omnistage.models.vits",
+    "omnistage.models.hifigan",
+)
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere sockets tell)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+class Nursery:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = b""
+        self._children: dict[int, str] = {}
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's to handle
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._wake_read in ready:
+                    os.read(self._wake_read, 4096)
+                    self._reap()
+                if self._connection in ready and not self._read_commands():
+                    break
+        self._kill_all()
+
+    def _read_commands(self) -> bool:
+        """Handle complete lines.  False: the supervisor is gone."""
+        try:
+            data = self._connection.recv(65536)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            command = json.loads(line)
+            self._spawn(command["spawn"], command["config"])
+        return True
+
+    def _spawn(self, name: str, config: dict[str, object]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(parent, config)
+        self._children[pid] = name
+        self._tell({"started": name, "pid": pid})
+
+    def _become_worker(self, parent: int, config: dict[str, object]) -> None:
+        status = 1
+        try:
+            die_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._connection.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            from omnistage.stages.process import run_worker
+
+            status = run_worker(config)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        for pid, status in _exited():
+            name = self._children.pop(pid, None)
+            if name is not None:
+                self._tell({"exited": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _kill_all(self) -> None:
+        for pid in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in list(self._children):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def _tell(self, event: dict[str, object]) -> None:
+        with contextlib.suppress(ConnectionError):  # a vanished supervisor is seen by the next recv
+            self._connection.sendall(json.dumps(event).encode() + b"\n")
+
+
+def _exited() -> Iterator[tuple[int, int]]:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def main() -> None:
+    die_with_parent()
+    logging.basicConfig(level=os.environ.get("OMNISTAGE_LOG", "WARNING").upper())
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for module in PRELOAD:
+        importlib.import_module(module)
+    Nursery(connection).run()
+
+
+if __name__ == "__main__":
+    main()

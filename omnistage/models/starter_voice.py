@@ -9,6 +9,7 @@ Sizes are read from the tensors and the graph.  Only this module needs the `onnx
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def _talker_config(graph: _Graph, voice: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model_type": vits.MODEL_TYPE,
         "voices": {voice["dataset"]: voice["espeak"]["voice"]},
+        "frame_rate": voice["audio"]["sample_rate"] / math.prod(_upsample_rates(graph)),
         "inference": {
             "noise_scale": inference["noise_scale"],
             "length_scale": inference["length_scale"],
@@ -246,9 +248,16 @@ def _flow_weights(graph: _Graph) -> dict[str, Array]:
     return weights
 
 
+def _upsample_rates(graph: _Graph) -> list[int]:
+    """Their product is the number of samples per frame."""
+    count = graph.count("dec.ups.{}.weight")
+    return [graph.attribute(f"dec.ups.{stage}.weight", "strides") for stage in range(count)]
+
+
 def _vocoder_config(graph: _Graph, voice: Mapping[str, Any]) -> dict[str, Any]:
     entry = graph["dec.conv_pre.weight"]
-    upsamplings = [f"dec.ups.{stage}.weight" for stage in range(graph.count("dec.ups.{}.weight"))]
+    num_upsamplings = graph.count("dec.ups.{}.weight")
+    upsamplings = [f"dec.ups.{stage}.weight" for stage in range(num_upsamplings)]
     num_blocks = graph.count("dec.resblocks.{}.convs.0.weight")
     if not num_blocks:
         raise WeightsError(
@@ -261,7 +270,7 @@ def _vocoder_config(graph: _Graph, voice: Mapping[str, Any]) -> dict[str, Any]:
         "num_channels": entry.shape[1],
         "initial_channels": entry.shape[0],
         "kernel_size": entry.shape[2],
-        "upsample_rates": [graph.attribute(name, "strides") for name in upsamplings],
+        "upsample_rates": _upsample_rates(graph),
         "upsample_kernel_sizes": [graph[name].shape[2] for name in upsamplings],
         "resblock_kernel_sizes": [graph[block + "0.weight"].shape[2] for block in blocks],
         "resblock_dilations": [

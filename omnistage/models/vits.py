@@ -43,13 +43,14 @@ class Inference:
 
 @dataclass(frozen=True)
 class VitsConfig:
-    """voices: name -> eSpeak NG voice that phonemizes for it."""
+    """voices: name -> eSpeak NG voice that phonemizes for it.  frame_rate: latents per second."""
 
     text_encoder: TextEncoderConfig
     duration: DurationConfig
     flow: FlowConfig
     inference: Inference
     voices: Mapping[str, str]
+    frame_rate: float
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> VitsConfig:
@@ -67,6 +68,7 @@ class VitsConfig:
                 flow=FlowConfig(**flow),
                 inference=Inference(**config["inference"]),
                 voices=dict(config["voices"]),
+                frame_rate=float(config["frame_rate"]),
             )
         except (KeyError, TypeError) as error:
             raise WeightsError(f"the voice's config.json is incomplete: {error}; convert it again") from error
@@ -110,6 +112,7 @@ class VitsAcoustic:
     ) -> None:
         self.voices = tuple(config.voices)
         self.num_channels = config.flow.latent_size
+        self.frame_rate = config.frame_rate
         self.inference = config.inference
         self.weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
         self._network = network

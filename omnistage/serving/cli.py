@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -31,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module_name, _, function_name = options.command.partition(":")
     try:
         command = getattr(importlib.import_module(module_name), function_name)
-        return int(command(options))
+        status = int(command(options))
+        sys.stdout.flush()
+        return status
     except PipelineError as error:
         print(f"omnistage: {error.message}", file=sys.stderr)
         return EXIT_USAGE
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("omnistage: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
 
@@ -91,9 +94,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change one setting, for instance thinker.max_num_seqs=8; may be repeated",
     )
-    parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], help="of every llm stage"
-    )
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], help="of every llm stage")
 
 
 def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -49,12 +49,17 @@ class LoadProgress:
 
 def load_spec(options: Namespace) -> PipelineSpec:
     """The pipeline the options name, with --set and --dtype applied.  Raises PipelineError."""
+    return load_pipeline(options.pipeline, overrides=overrides_of(options))
+
+
+def overrides_of(options: Namespace) -> list[str]:
+    """--dtype and --set as settings, the more specific last.  Raises PipelineError."""
     overrides = list(options.overrides)
     if options.dtype is not None:
         plain = load_pipeline(options.pipeline)
         llms = [name for name, stage in plain.stages.items() if stage.kind is StageKind.LLM]
-        overrides = [f"{name}.dtype={options.dtype}" for name in llms] + overrides  # --set is more specific
-    return load_pipeline(options.pipeline, overrides=overrides)
+        overrides = [f"{name}.dtype={options.dtype}" for name in llms] + overrides
+    return overrides
 
 
 def open_talker(options: Namespace) -> Talker:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from omnistage.errors import OmnistageError
-from omnistage.serving.cli_pipeline import load_spec
+from omnistage.serving.cli_pipeline import load_spec, overrides_of
 
 if TYPE_CHECKING:
     from omnistage.models.fetch import FetchProgress
@@ -69,7 +69,7 @@ def config(options: Namespace) -> int:
     from omnistage.graph.dump import render_config
     from omnistage.graph.loader import resolve_pipeline
 
-    print(render_config(resolve_pipeline(options.pipeline, overrides=options.overrides)), end="")
+    print(render_config(resolve_pipeline(options.pipeline, overrides=overrides_of(options))), end="")
     return 0
 
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from omnistage.errors import FetchError, TransportError
+from omnistage.errors import FetchError, PipelineError, TransportError
 from omnistage.graph import PipelineSpec
 from omnistage.models.registry import STARTER, resolve_model
 from omnistage.serving.orchestrator import Orchestrator
 from omnistage.serving.supervisor import Progress, Supervisor
-from omnistage.serving.worker_hosts import BuildStage, NurseryHost, ThreadHost, WorkerHost
+from omnistage.serving.worker_hosts import BuildStage, NurseryHost, ThreadHost, WorkerHost, exited
 from omnistage.stages.config import WorkerConfig
 from omnistage.stages.lease import start_broker, stop_broker
 from omnistage.transport import ClusterKeys, Hub, MemoryNetwork, ZmqHub
@@ -81,6 +81,7 @@ async def start_pipeline(spec: PipelineSpec, options: LaunchOptions | None = Non
     Raises WeightsError if the model is missing, TransportError if a port or key is unusable.
     """
     chosen = options or LaunchOptions()
+    refuse_unsupported(spec)
     model_dir = str(resolve_model(spec.model)) if spec.model else ""
     _make_keys(chosen)
     run_id = secrets.token_hex(4)
@@ -102,9 +103,8 @@ async def start_pipeline(spec: PipelineSpec, options: LaunchOptions | None = Non
                 advertise=chosen.advertise or None,
                 key_file=chosen.key_file or None,
             )
-            host = NurseryHost()
-            broker = await asyncio.to_thread(start_broker, str(run_dir / "lease.sock"))
-            stack.callback(stop_broker, broker)
+            host = NurseryHost(run_dir)
+            await stack.enter_async_context(lease_broker(str(run_dir / "lease.sock")))
             template = _template(spec, chosen, run_id=run_id, run_dir=run_dir, control=hub.address)
         stack.callback(hub.close)
         orchestrator = Orchestrator(spec, hub, model_dir)
@@ -122,6 +122,41 @@ async def start_pipeline(spec: PipelineSpec, options: LaunchOptions | None = Non
             yield Pipeline(spec, orchestrator, supervisor, hub.address)
         finally:
             await orchestrator.drain(chosen.drain_seconds)
+
+
+@contextlib.asynccontextmanager
+async def lease_broker(path: str) -> AsyncIterator[None]:
+    """Keep a lease broker at `path` while the block runs: one that dies is replaced."""
+    broker = await asyncio.to_thread(start_broker, path)
+
+    async def keep() -> None:
+        nonlocal broker
+        while True:
+            await exited(broker)
+            stop_broker(broker)
+            logger.error("the lease broker died; starting another")
+            broker = await asyncio.to_thread(start_broker, path)
+
+    keeper = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        keeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeper
+        stop_broker(broker)
+
+
+def refuse_unsupported(spec: PipelineSpec) -> None:
+    """Settings the graph knows and this version does not carry out.  Raises PipelineError naming all."""
+    problems = []
+    for name, stage in spec.stages.items():
+        if stage.tensor_parallel > 1:
+            problems.append(f"{name}.tensor_parallel is {stage.tensor_parallel}, but only 1 runs yet")
+        if stage.colocate is not None:
+            problems.append(f"{name}.colocate is {stage.colocate!r}, but every stage has its own process yet")
+    if problems:
+        raise PipelineError(f"pipeline {spec.name!r} cannot run: {'; '.join(problems)}; leave them out")
 
 
 def _template(

@@ -61,9 +61,7 @@ class ActiveRequest:
     journal: per llm stage, the token ids sampled so far, over all attempts.
     """
 
-    def __init__(
-        self, request: GenerateRequest, *, uid: str, route: Route, outputs: dict[str, str]
-    ) -> None:
+    def __init__(self, request: GenerateRequest, *, uid: str, route: Route, outputs: dict[str, str]) -> None:
         self.request = request
         self.uid = uid
         self.route = route

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -40,6 +41,22 @@ THREAD_ENVIRONMENT = {
 }
 
 
+async def exited(process: subprocess.Popen[bytes]) -> None:
+    """Return when a child process has ended."""
+    loop = asyncio.get_running_loop()
+    if not hasattr(os, "pidfd_open"):  # not Linux
+        await asyncio.to_thread(process.wait)
+        return
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
 class WorkerHost(Protocol):
     async def start(self, on_exit: OnExit) -> None: ...
 
@@ -55,7 +72,8 @@ class WorkerHost(Protocol):
 class NurseryHost:
     """Workers as processes: fast to start, dead with their parent, noticed at once when they die."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -71,8 +89,8 @@ class NurseryHost:
     async def _start_nursery(self) -> None:
         ours, theirs = socket.socketpair()
         environment = {**THREAD_ENVIRONMENT, **os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "omnistage.stages.nursery", str(theirs.fileno())],
+        self._process = subprocess.Popen(  # noqa: ASYNC220 (returns once forked; exits are read by _read)
+            [sys.executable, "-m", "omnistage.stages.nursery", str(theirs.fileno()), str(self._run_dir)],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -161,8 +179,8 @@ class ThreadHost:
         thread.start()
 
     def _run(self, config: Any, name: str) -> None:
-        from omnistage.stages.lease import ThreadLease
         from omnistage.stages.factory import build_stage
+        from omnistage.stages.lease import ThreadLease
         from omnistage.stages.process import serve_stage
 
         status = 1

@@ -22,8 +22,6 @@ from omnistage.models.registry import (
 from omnistage.stages.stage import Stage, StageContext
 from omnistage.types import StageKind
 
-DEFAULT_KV_BYTES = 256 * 1024**2
-
 
 def build_stage(context: StageContext) -> Stage:
     """Load the model of a stage and return the stage, ready to serve.
@@ -84,7 +82,7 @@ def _llm(context: StageContext) -> Stage:
     model = _load(context, load_decoder, auto_dtype=str(stored))
     limit = int(source.config.get("max_position_embeddings") or 2048)
     config = EngineConfig(
-        kv_bytes=spec.kv_cache or DEFAULT_KV_BYTES,
+        kv_bytes=spec.kv_cache,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
         max_model_len=min(limit, spec.max_model_len or limit),

@@ -7,21 +7,18 @@ An exception in the callable ends that request with an error that names it; othe
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 import re
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from omnistage.errors import OmnistageError, PipelineError, RequestFailed
+from omnistage.graph.function import load_function
 from omnistage.stages.stage import Outbox, StageContext
 from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import HostTensor, Payload, PortType, Scalar
@@ -33,40 +30,15 @@ _SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"')\]]*\s+|\n+")
 
 
 def load_callable(reference: str) -> Callable[[Any], Any]:
-    """Find "package.module:name" or "path/file.py:name"; a class is instantiated.
+    """What omnistage.graph.function.load_function finds; a class is instantiated.
 
     Raises PipelineError naming the part of the reference that does not exist.
     """
-    place, _, name = reference.rpartition(":")
-    if not place:
-        raise PipelineError(
-            f"function {reference!r} has no ':'; write package.module:callable or file.py:callable"
-        )
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise PipelineError(f"function {reference!r}: there is no file {path}")
-        module_name = f"omnistage_function_{path.stem}"
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        if spec is None or spec.loader is None:
-            raise PipelineError(f"function {reference!r}: {path} cannot be imported as Python")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ImportError as error:
-            raise PipelineError(f"function {reference!r}: cannot import {place!r} ({error})") from error
-    target: Any = module
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise PipelineError(f"function {reference!r}: {place} has no {name!r}")
-        target = getattr(target, part)
-    made = target() if isinstance(target, type) else target
+    found = load_function(reference)
+    made = found() if isinstance(found, type) else found
     if not callable(made):
-        raise PipelineError(f"function {reference!r} is a {type(made).__name__}, not a callable")
-    return made  # type: ignore[no-any-return]
+        raise PipelineError(f"{reference} makes a {type(made).__name__}, not a callable; define __call__")
+    return made
 
 
 class _Call:

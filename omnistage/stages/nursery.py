@@ -4,7 +4,8 @@
     supervisor  <--{"started"|"exited": name, "pid": ..., "status": ...}--  nursery
 
 JSON lines over the socket whose descriptor is argv[1].  When that socket closes (the API process is
-gone) the nursery kills its workers and ends; when the nursery dies, the kernel kills the workers.
+gone) the nursery kills its workers, removes what they and the run directory argv[2] left on the host,
+and ends; when the nursery dies, the kernel kills the workers.
 It runs no tensor operation itself: forking is safe only while torch has started no threads.
 """
 
@@ -17,11 +18,14 @@ import json
 import logging
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Iterator
+
+from omnistage.transport import remove_leftovers
 
 # What workers need; imported once here, shared by every fork.
 PRELOAD = (
@@ -46,10 +50,12 @@ def die_with_parent() -> None:
 
 
 class Nursery:
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, run_dir: str) -> None:
         self._connection = connection
+        self._run_dir = run_dir
         self._buffer = b""
         self._children: dict[int, str] = {}
+        self._runs: dict[str, str] = {}  # worker -> run id, of every worker ever started
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
 
@@ -89,6 +95,7 @@ class Nursery:
         if pid == 0:
             self._become_worker(parent, config)
         self._children[pid] = name
+        self._runs[name] = str(config["run_id"])
         self._tell({"started": name, "pid": pid})
 
     def _become_worker(self, parent: int, config: dict[str, object]) -> None:
@@ -125,6 +132,9 @@ class Nursery:
         for pid in list(self._children):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+        for name, run_id in self._runs.items():
+            remove_leftovers(run_id, name)
+        shutil.rmtree(self._run_dir, ignore_errors=True)
 
     def _tell(self, event: dict[str, object]) -> None:
         with contextlib.suppress(ConnectionError):  # a vanished supervisor is seen by the next recv
@@ -148,7 +158,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOAD:
         importlib.import_module(module)
-    Nursery(connection).run()
+    Nursery(connection, sys.argv[2]).run()
 
 
 if __name__ == "__main__":

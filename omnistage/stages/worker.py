@@ -89,6 +89,7 @@ class Worker:
         self._aborted: list[RequestKey] = []
         self._is_stopping = False
         self._gauges_sent = 0.0
+        self._idle_since = 0.0  # when receive() last began to block; 0.0 while computing
         self._computed = 0.0  # seconds in steps since the start
 
     def attach(self, stage: Stage) -> None:
@@ -112,7 +113,9 @@ class Worker:
                 if stage.deadline() is None:
                     self._lease.release()
                     self._report(idle=True)
+                    self._idle_since = time.monotonic()
                     self._drain(None)
+                    self._idle_since = 0.0
                 else:
                     self._drain(0)
                 self._work(stage)
@@ -206,9 +209,10 @@ class Worker:
             if arrival is Arrival.IN_ORDER and ticket is not None and ticket.ended is None:
                 if not ticket.started:
                     ticket.received = now
-                if chunk.sent:
-                    ticket.transferred += min(60.0, max(0.0, now - chunk.sent))
+                if 0.0 < self._idle_since < chunk.sent < now:
+                    ticket.transferred += now - chunk.sent  # otherwise it waited for a step, not for a wire
                 self._required_stage().receive(chunk)
+                ticket.transferred += time.monotonic() - now
         except OmnistageError as error:
             self._fail(chunk.key, error)
         self._endpoint.release(chunk)

@@ -157,8 +157,6 @@ def test_presence_and_frequency_penalties() -> None:
     assert sample([make(**kwargs, presence_penalty=2.0)], logits)[0].token_id == 10
     once = make(**kwargs, output=(10,), presence_penalty=0.2)
     assert sample([once], logits)[0].token_id == 11
-    twice = make(**kwargs, output=(10, 11, 10, 11), frequency_penalty=0.5)
-    assert sample([twice], logits)[0].token_id == 12 or logits[0, 12] <= 2.0
     thrice = make(**kwargs, output=(10, 10, 10, 11, 11), frequency_penalty=0.49)
     assert sample([thrice], logits)[0].token_id == 12
 

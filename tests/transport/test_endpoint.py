@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -303,11 +304,13 @@ async def test_the_hub_takes_bursts_in_order_and_lets_others_run(network, make_c
     counting = asyncio.create_task(count_turns())
     for sequence in range(2000):
         endpoint.send(ORCHESTRATOR, StepReport(worker="w", chunks=(make_chunk(sequence),)))
+    taken = Counter()  # messages per turn of the loop
     for sequence in range(2000):
         _, report = await network.hub.receive()
         assert report.chunks[0].sequence == sequence
+        taken[turns] += 1
     counting.cancel()
-    assert turns >= 2000 // DRAIN_MESSAGES
+    assert max(taken.values()) <= DRAIN_MESSAGES
 
 
 async def test_tensors_of_reports_are_released_to_the_worker(network, make_chunk):

@@ -160,16 +160,20 @@ def read_allowed_file(url: str, root: Path | None, limit: int) -> bytes:
     if os.path.commonpath([os.path.realpath(root), real]) != os.path.realpath(root):
         raise refusal
     try:
-        descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(real, "rb", opener=_open_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise refusal
+            if status.st_size > limit:
+                raise MediaTooLarge(f"the file has {status.st_size} bytes, the limit is {limit}")
+            return file.read(limit + 1)
     except OSError:
         raise refusal from None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise refusal
-        if status.st_size > limit:
-            raise MediaTooLarge(f"the file has {status.st_size} bytes, the limit is {limit}")
-        return file.read(limit + 1)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """A pipe that nobody writes to must not hold a thread; a link that appeared since is not followed."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _recognise(source: MediaSource, data: bytes) -> str:

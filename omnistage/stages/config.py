@@ -11,6 +11,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: unique for each start of a replica.  run_id: the server's name on this host.
     control: the orchestrator's address.  bind, advertise, key_file, shared_memory (bytes), host: as
     ZmqEndpoint takes them, "" for none.  lease_socket: the device lease's broker, "" for none.
+    patience: seconds of silence after which the orchestrator is taken for gone, 0.0 for never.
     started: time.monotonic() when the supervisor asked for the worker, 0.0 if it joined by itself.
     """
 
@@ -24,4 +25,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: int = 0
     host: str = ""
     lease_socket: str = ""
+    patience: float = 0.0
     started: float = 0.0

@@ -94,7 +94,13 @@ def serve_stage(
         # A worker that joined from another host shares its device with nobody.
         lease = BrokerLease(config.lease_socket, device, spec.name)
         torch.set_num_threads(spec.threads or os.cpu_count() or 1)
-    worker = Worker(name=config.name, stage_name=spec.name, endpoint=endpoint, lease=lease)
+    worker = Worker(
+        name=config.name,
+        stage_name=spec.name,
+        endpoint=endpoint,
+        lease=lease,
+        patience=config.patience or None,
+    )
 
     def progress(fraction: float, what: str) -> None:
         endpoint.send(ORCHESTRATOR, Loading(worker=config.name, fraction=fraction, what=what))

@@ -72,11 +72,22 @@ class _Ticket:
 class Worker:
     """Runs one stage until a Shutdown arrives or the orchestrator is gone.
 
+    patience: seconds without a word from the orchestrator after which it is taken for gone; None where
+    the operating system tells (a worker dies with its parent).
     The stage is attached after construction, because building it needs this worker's credits.
     """
 
-    def __init__(self, *, name: str, stage_name: str, endpoint: Endpoint, lease: DeviceLease) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        stage_name: str,
+        endpoint: Endpoint,
+        lease: DeviceLease,
+        patience: float | None = None,
+    ) -> None:
         self._name = name
+        self._patience = patience
         self._stage_name = stage_name
         self._endpoint = endpoint
         self._lease = lease
@@ -106,7 +117,11 @@ class Worker:
         return min((limit for limit in credits if limit is not None), default=None)
 
     def run(self) -> None:
-        """Loop until Shutdown.  An exception of the stage escapes: the process is then restarted."""
+        """Loop until Shutdown.
+
+        An exception of the stage escapes: the process is then restarted.  Raises TransportError if the
+        orchestrator is silent for longer than `patience`.
+        """
         stage = self._required_stage()
         try:
             while not self._is_stopping:
@@ -114,7 +129,10 @@ class Worker:
                     self._lease.release()
                     self._report(idle=True)
                     self._idle_since = time.monotonic()
-                    self._drain(None)
+                    if not self._drain(self._patience):
+                        raise TransportError(
+                            f"nothing was heard from the orchestrator for {self._patience} s; join again"
+                        )
                     self._idle_since = 0.0
                 else:
                     self._drain(0)
@@ -150,8 +168,12 @@ class Worker:
 
     # --- incoming ---------------------------------------------------------------------------
 
-    def _drain(self, timeout: float | None) -> None:
-        """Take in every message that has arrived, after waiting at most `timeout` seconds for the first."""
+    def _drain(self, timeout: float | None) -> bool:
+        """Take in every message that has arrived, after waiting at most `timeout` seconds for the first.
+
+        False if there was none.
+        """
+        some = False
         while True:
             try:
                 message = self._endpoint.receive(timeout)
@@ -159,9 +181,9 @@ class Worker:
                 logger.error("%s: a malformed message was discarded: %s", self._name, error)
                 continue
             if message is None:
-                return
+                return some
             self._handle(message)
-            timeout = 0
+            some, timeout = True, 0.0
 
     def _handle(self, message: Message) -> None:
         match message:

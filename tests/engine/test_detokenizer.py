@@ -11,7 +11,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from omnistage.engine.detokenizer import IncrementalDetokenizer
 
-CORPUS = ["The quick brown fox, jumps over the lazy dog.", "naïve café – 東京 🙂🎉 e\u0301", "  spaces\n\tand tabs"]
+CORPUS = [
+    "The quick brown fox, jumps over the lazy dog.",
+    "naïve café – 東京 🙂🎉 e\u0301",
+    "  spaces\n\tand tabs",
+]
 
 
 def byte_level() -> Tokenizer:
@@ -29,13 +33,28 @@ def byte_level() -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """As Llama's: words with a leading mark, unknown characters as bytes, first space stripped."""
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
-    for piece in ("▁", "▁the", "▁cat", "t", "h", "e", "c", "a", "▁t", "▁c", "th", "the", "at", "cat", "ca", "▁th"):
+    for piece in (
+        "▁",
+        "▁the",
+        "▁cat",
+        "t",
+        "h",
+        "e",
+        "c",
+        "a",
+        "▁t",
+        "▁c",
+        "th",
+        "the",
+        "at",
+        "cat",
+        "ca",
+        "▁th",
+    ):
         vocab[piece] = len(vocab)
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("a", "t"), ("c", "at"), ("▁", "cat")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),

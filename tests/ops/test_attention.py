@@ -114,7 +114,9 @@ def test_stale_rows_behind_the_context_do_not_matter() -> None:
     heads = torch.randn(2, 3, HEAD)
     output = paged_attention(0, heads[:, :1], heads[:, 1:].view(2, 2, 1, HEAD), metadata)
     stored = cache.layers[0][1, :4]
-    assert torch.allclose(output[1:].double(), reference(heads[1:, :1], stored[:, 0], stored[:, 1]), atol=1e-5)
+    assert torch.allclose(
+        output[1:].double(), reference(heads[1:, :1], stored[:, 0], stored[:, 1]), atol=1e-5
+    )
 
 
 def test_clear_and_bytes() -> None:

@@ -39,7 +39,7 @@ serve: $(VENV)/.installed  ## serve the starter on 127.0.0.1:8000
 	$(BIN)/omnistage serve starter --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 bench: $(VENV)/.installed-dev  ## run the benchmarks, or one of them with NAME=...
-	@for script in $(if $(NAME),benchmarks/bench_$(NAME).py,$(sort $(wildcard benchmarks/bench_*.py))); do \
+	@for script in $(if $(NAME),benchmarks/$(NAME).py,$(sort $(wildcard benchmarks/*.py))); do \
 	    echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit 1; \
 	done
 

@@ -38,6 +38,7 @@ FACTORIES: dict[str, dict[str, str]] = {
         "llama": "omnistage.models.decoder:load_decoder",
         "qwen2": "omnistage.models.decoder:load_decoder",
         "qwen3": "omnistage.models.decoder:load_decoder",
+        "null": "omnistage.models.null:load_null",
     },
 }
 

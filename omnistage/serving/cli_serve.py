@@ -93,7 +93,7 @@ async def _serve(options: Namespace, spec: PipelineSpec, listener: socket.socket
 
 
 def _stop_on_signals(server: uvicorn.Server) -> None:
-    """The first signal drains, a second one cuts running answers."""
+    """The first signal drains; Ctrl-C once more cuts running answers short."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.handle_exit, number, None)

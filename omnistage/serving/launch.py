@@ -151,12 +151,15 @@ def refuse_unsupported(spec: PipelineSpec) -> None:
     """Settings the graph knows and this version does not carry out.  Raises PipelineError naming all."""
     problems = []
     for name, stage in spec.stages.items():
+        gpus = [device for device in stage.devices if device != "cpu"]
+        if gpus:
+            problems.append(f"{name}.devices names {', '.join(gpus)}, but only cpu runs yet")
         if stage.tensor_parallel > 1:
             problems.append(f"{name}.tensor_parallel is {stage.tensor_parallel}, but only 1 runs yet")
         if stage.colocate is not None:
             problems.append(f"{name}.colocate is {stage.colocate!r}, but every stage has its own process yet")
     if problems:
-        raise PipelineError(f"pipeline {spec.name!r} cannot run: {'; '.join(problems)}; leave them out")
+        raise PipelineError(f"pipeline {spec.name!r} cannot run: {'; '.join(problems)}")
 
 
 def _template(

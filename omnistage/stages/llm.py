@@ -20,6 +20,7 @@ from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import FinishReason, MediaSegment, Payload, PortType, Scalar, TokenSegment, Usage
 
 INTER_TOKEN_SECONDS = 0.1  # a reader is content with this; speech in hand below it goes first
+PREFIX_SECONDS = 0.5  # the part of a prompt before pending media is not urgent: the encoder goes first
 Rows = TokenRows | EmbeddingRows
 
 
@@ -109,17 +110,19 @@ class LlmStage:
     def deadline(self) -> float | None:
         if not self._engine.has_work and not self._replayed:
             return None
-        return min((answer.deadline for answer in self._open.values()), default=time.monotonic())
+        return min(
+            (answer.deadline for answer in self._open.values() if answer.is_prompt_complete),
+            default=time.monotonic() + PREFIX_SECONDS,
+        )
 
     def step(self, outbox: Outbox) -> None:
         if self._replayed:
             self._emit_journal(self._replayed.pop(0), outbox)
             return
-        for output in self._engine.step():
-            self._emit(output, outbox)
+        outputs = self._engine.step()
         outbox.worked.extend(key for name in self._engine.last_scheduled if (key := self._by_id.get(name)))
-        for output_key in [ended.key for ended in outbox.ended]:
-            outbox.worked.append(output_key)
+        for output in outputs:
+            self._emit(output, outbox)
 
     def info(self) -> dict[str, Scalar | list[str]]:
         stats = self._engine.stats()

@@ -196,7 +196,7 @@ class Fetcher:
                 shutil.rmtree(path)
 
     def _fetch(self, groups: Sequence[PartGroup]) -> None:
-        wanted = [package for group in groups for package in group.packages]
+        wanted = dict.fromkeys(package for group in groups for package in group.packages)
         absent = [package for package in wanted if not self._has_sources(package)]
         total = sum(package.download_size for package in absent)
         before = 0

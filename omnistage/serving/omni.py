@@ -12,10 +12,11 @@ read).  The pipeline's event loop runs in a thread of its own; calls may come fr
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from omnistage.audio.containers import encode
 from omnistage.audio.pcm import Pcm
-from omnistage.errors import OmnistageError, RequestFailed
+from omnistage.errors import Draining, InvalidRequest, RequestFailed
 from omnistage.graph import Graph, PipelineSpec, load_pipeline
 from omnistage.serving.chat_protocol import ChatCompletionRequest
 from omnistage.serving.chat_request import prepare_chat
@@ -90,7 +91,6 @@ class Omni:
             self._thread.join()
             raise started
         self.pipeline = started
-        self._service = Service(started.orchestrator, self._settings)
 
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """Answer all requests, concurrently; the answers stand in the requests' order.
@@ -100,16 +100,19 @@ class Omni:
         return self._call(self._generate(requests))
 
     def stream(self, request: Request) -> Iterator[Event]:
-        """The events of one request as they are made; leaving the loop early aborts it."""
-        events: queue.SimpleQueue[Event | BaseException | None] = queue.SimpleQueue()
-        task = asyncio.run_coroutine_threadsafe(self._pump(request, events), self._loop)
+        """The events of one request as they are made; leaving the loop early aborts it.
+
+        A loop that takes its time slows the request's speech, and no other request.
+        Raises the request's error.
+        """
+        stream, _ = self._call(self._submit(request))
         try:
-            while (event := events.get()) is not None:
-                if isinstance(event, BaseException):
-                    raise event
+            events = aiter(stream)
+            while (event := self._call(_next(events))) is not None:
                 yield event
         finally:
-            task.cancel()
+            with contextlib.suppress(Draining):  # the pipeline was closed meanwhile: nothing to abort
+                self._call(stream.aclose())
 
     def close(self) -> None:
         """End every worker and free everything.  Idempotent."""
@@ -129,27 +132,44 @@ class Omni:
         self.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Run a coroutine on the pipeline's loop; an interrupt of the caller cancels it.
+
+        Raises what it raises, and Draining once the pipeline is closed.
+        """
+        closed = Draining("this pipeline has been closed; start another one")
+        if not self._thread.is_alive():
+            work.close()
+            raise closed
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise closed from None
+        finally:
+            future.cancel()
 
     def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        except BaseException as error:  # handed to the thread that waits for the start
-            self._started.put(error)
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            try:
+                runner.run(self._serve())
+            except BaseException as error:  # handed to the thread that waits for the start
+                self._started.put(error)
 
     async def _serve(self) -> None:
         async with start_pipeline(self.spec, self._options) as pipeline:
             await pipeline.wait_ready()
+            self._service = Service(pipeline.orchestrator, self._settings)
             self._started.put(pipeline)
             await self._stop.wait()
+        await self._service.media.aclose()  # requests under way may still load media until here
 
     async def _submit(self, request: Request) -> tuple[RequestStream, int]:
         body = parse_body(ChatCompletionRequest, {"model": self.spec.name, **request})
         job = await prepare_chat(self._service, body)
+        if len(job.requests) > 1:
+            raise InvalidRequest(
+                f"'n' is {body.n}, but a request has one answer here; send it {body.n} times", param="n"
+            )
         return self._service.backend.submit(job.requests[0]), job.requests[0].seed
 
     async def _generate(self, requests: Sequence[Request]) -> list[Answer]:
@@ -180,16 +200,10 @@ class Omni:
         audio = Pcm(np.concatenate(pcm), sample_rate) if pcm else None
         return Answer(text, audio, tuple(token_ids), done.finish_reason, done.usage, done.timings, seed)
 
-    async def _pump(self, request: Request, events: queue.SimpleQueue[Event | BaseException | None]) -> None:
-        try:
-            stream, _ = await self._submit(request)
-            async with contextlib.aclosing(stream):
-                async for event in stream:
-                    events.put(event)
-        except OmnistageError as error:
-            events.put(error)
-        finally:
-            events.put(None)
+
+async def _next(events: AsyncIterator[Event]) -> Event | None:
+    """None once they have ended."""
+    return await anext(events, None)
 
 
 def _spec(pipeline: str | Path | Graph | PipelineSpec) -> PipelineSpec:

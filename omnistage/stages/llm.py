@@ -166,7 +166,7 @@ class LlmStage:
 
     def _rows(self, payload: Payload) -> Rows:
         if payload.type is PortType.TEXT:
-            return TokenRows(tuple(self._tokenizer.encode(payload.text, add_special_tokens=False).ids))
+            return TokenRows(tuple(self._tokenizer.encode(payload.text.strip(), add_special_tokens=False).ids))
         embeddings = payload.tensors.get("embeddings")
         if embeddings is None:
             raise StreamError(f"an llm stage takes text or embeddings, not {payload.type.value}")
@@ -196,6 +196,10 @@ class LlmStage:
         if key is None:
             return
         answer = self._open[key]
+        if output.error is not None:
+            self._forget(key)
+            outbox.end(key, error=output.error)
+            return
         answer.deadline = time.monotonic() + INTER_TOKEN_SECONDS
         if output.token_ids:
             outbox.journal.append((key, output.token_ids))
@@ -220,9 +224,12 @@ class LlmStage:
         return token_id in self._eos_token_ids or token_id in sampling.stop_token_ids
 
     def _end(self, key: RequestKey, reason: FinishReason, usage: Usage, outbox: Outbox) -> None:
+        self._forget(key)
+        outbox.end(key, usage=usage, finish_reason=reason)
+
+    def _forget(self, key: RequestKey) -> None:
         del self._open[key]
         del self._by_id[_engine_id(key)]
-        outbox.end(key, usage=usage, finish_reason=reason)
 
 
 def _engine_id(key: RequestKey) -> str:

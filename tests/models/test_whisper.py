@@ -66,7 +66,7 @@ def write_tiny(directory, *, multilingual):
         bos_token_id=91,
         decoder_start_token_id=91,
         eos_token_id=END,
-        pad_token_id=END,
+        pad_token_id=90,
         init_std=0.3,
     )
     model = WhisperForConditionalGeneration(config).eval()

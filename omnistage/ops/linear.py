@@ -47,7 +47,7 @@ class Linear:
             product = F.linear(rows, self._weight, self._bias)
             return product if residual is None else product.add_(residual)
         if residual is None:
-            result: Tensor = torch.ops.mkldnn._linear_pointwise(
+            result: Tensor = torch.ops.mkldnn._linear_pointwise.default(
                 rows, self._weight, self._bias, "none", [], ""
             )
         else:

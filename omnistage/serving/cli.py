@@ -183,6 +183,13 @@ def _add_worker(commands: Commands[argparse.ArgumentParser]) -> None:
         "--bind", default="tcp://0.0.0.0:0", help="where peers reach it (default: %(default)s)"
     )
     parser.add_argument("--advertise", default="", metavar="HOST", help="this host's name as peers know it")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="silence of the server after which it gives up (default: %(default)s)",
+    )
     parser.set_defaults(log_level="info")
 
 

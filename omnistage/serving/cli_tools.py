@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import sys
@@ -118,11 +119,15 @@ def worker(options: Namespace) -> int:
     from omnistage.serving.launch import join_address
     from omnistage.stages.process import run_worker
 
+    unique = secrets.token_hex(4)
+    place = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{socket.gethostname()[:64]}.{os.getpid()}")
     return run_worker(
         {
-            "name": f"{options.stage}@{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}",
+            "name": f"{options.stage}.{place}.{unique}",
             "stage": options.stage,
-            "run_id": secrets.token_hex(4),
+            "run_id": unique,
+            "host": f"joined.{unique}",  # a host of its own: tcp and keys only, no memory shared with others
+            "patience": options.patience,
             "control": join_address(options.join),
             "bind": options.bind,
             "advertise": options.advertise,

@@ -23,7 +23,7 @@ from omnistage.errors import FetchError, PipelineError, TransportError
 from omnistage.graph import PipelineSpec
 from omnistage.models.registry import STARTER, resolve_model
 from omnistage.serving.orchestrator import Orchestrator
-from omnistage.serving.supervisor import Progress, Supervisor
+from omnistage.serving.supervisor import HEARTBEAT_SECONDS, SILENCE_SECONDS, Progress, Supervisor
 from omnistage.serving.worker_hosts import BuildStage, NurseryHost, ThreadHost, WorkerHost, exited
 from omnistage.stages.config import WorkerConfig
 from omnistage.stages.lease import start_broker, stop_broker
@@ -43,6 +43,9 @@ class LaunchOptions:
     loopback tcp, as between hosts.  listen: "tcp://HOST:PORT" where workers of other hosts join.
     advertise: the host name they use.  key_file: the cluster's CURVE keys; made if it does not exist.
     drain_seconds: how long requests under way may go on when the pipeline is closed.
+    heartbeat_seconds: how often a worker that joined is asked whether it lives.  silence_seconds: without
+    a word for so long it is taken for dead (one that loads, for thirty times as long); one whose
+    connection breaks, at the next heartbeat.
     network, build: of mode "threads": the memory network, to inject faults in tests, and what makes a
     stage from its context, to bring stages of your own.
     """
@@ -53,6 +56,8 @@ class LaunchOptions:
     advertise: str = ""
     key_file: str = ""
     drain_seconds: float = DRAIN_SECONDS
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    silence_seconds: float = SILENCE_SECONDS
     progress: Progress | None = None
     network: MemoryNetwork | None = None
     build: BuildStage | None = None
@@ -115,6 +120,8 @@ async def start_pipeline(spec: PipelineSpec, options: LaunchOptions | None = Non
             orchestrator=orchestrator,
             template=template,
             progress=chosen.progress,
+            heartbeat_seconds=chosen.heartbeat_seconds,
+            silence_seconds=chosen.silence_seconds,
         )
         stack.push_async_callback(supervisor.close)
         await supervisor.start()
@@ -135,7 +142,11 @@ async def lease_broker(path: str) -> AsyncIterator[None]:
             await exited(broker)
             stop_broker(broker)
             logger.error("the lease broker died; starting another")
-            broker = await asyncio.to_thread(start_broker, path)
+            try:
+                broker = start_broker(path)  # blocks for some 40 ms, and cannot be cancelled halfway
+            except OSError as error:
+                logger.error("%s; stages on one device no longer take turns", error)
+                return
 
     keeper = asyncio.create_task(keep())
     try:

@@ -56,6 +56,7 @@ class Orchestrator:
         self._active: dict[str, ActiveRequest] = {}  # by uid
         self._waiting: deque[ActiveRequest] = deque()
         self._is_draining = False
+        self._has_loaded = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._seconds_per_request = 1.0  # moving average, for Retry-After
@@ -66,7 +67,12 @@ class Orchestrator:
 
     @property
     def is_ready(self) -> bool:
-        return self.replicas.is_ready and not self._is_draining
+        """Whether requests are taken: all stages have loaded, and none is down for good.
+
+        While a worker restarts, requests that need it wait.
+        """
+        is_down = any(self.replicas.failure_of(stage) for stage in self.spec.stages)
+        return self._has_loaded and not is_down and not self._is_draining
 
     @property
     def info(self) -> BackendInfo:
@@ -173,7 +179,6 @@ class Orchestrator:
         replica = self.replicas.by_address.get(address)
         if replica is None:
             return  # a dead worker's last words: its requests are being replayed
-        replica.heard = time.monotonic()
         if isinstance(message, StepReport):
             self._on_report(replica, message)
 
@@ -272,6 +277,7 @@ class Orchestrator:
 
     def on_ready(self, replica: Replica) -> None:
         self._info = None
+        self._has_loaded = self._has_loaded or self.replicas.is_ready
         self._admit()
 
     def on_death(self, replica: Replica) -> None:
@@ -288,7 +294,8 @@ class Orchestrator:
                 active, replica.stage.name
             ):
                 self._replay(active, replica)
-        self._admit()
+        # Not at once: workers that died together are all reported before a request is placed again.
+        asyncio.get_running_loop().call_soon(self._admit)
 
     def on_failure(self, replica: Replica) -> None:
         """The supervisor has given a replica up."""
@@ -297,6 +304,7 @@ class Orchestrator:
                 failure = self.replicas.failure_of(stage)
                 if failure and not active.is_over:
                     self._fail(active, RequestFailed(f"stage {stage!r} is down: {failure}"))
+        self._admit()
 
     def _is_hit(self, active: ActiveRequest, stage: str) -> bool:
         """Whether losing this stage loses anything: it was at work, or what it sent may not have arrived."""
@@ -307,9 +315,9 @@ class Orchestrator:
         self._abort_attempt(active)
         if active.attempt >= self.spec.replay_budget:
             error = ReplayExhausted(
-                f"stage {replica.stage.name!r} died while it served this request, the "
-                f"{active.attempt + 1}th such death; the limit (replay_budget) is {self.spec.replay_budget}; "
-                "send the request again"
+                f"stage {replica.stage.name!r} died while it served this request, which makes "
+                f"{active.attempt + 1} deaths; it survives {self.spec.replay_budget} (replay_budget); "
+                "send it again"
             )
             active.fail(error)
             self._remove(active)

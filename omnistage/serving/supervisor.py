@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -40,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 QUICK_DEATH_SECONDS = 10.0  # a worker that dies sooner after its start is likely to die again
 MAX_QUICK_DEATHS = 5
+BACKOFF_SECONDS = 0.1  # before the second quick restart, doubled for each one more
 SHUTDOWN_SECONDS = 5.0
 HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = (
-    20.0  # a worker on another host is taken for dead after this; a loading one after thrice that
-)
+SILENCE_SECONDS = 20.0
+LOADING_FACTOR = 30  # a loading worker says little; that its connection breaks is noticed all the same
 
 Progress = Callable[[str, float, str], None]  # replica, fraction, what
 
@@ -68,14 +69,18 @@ class Supervisor:
         orchestrator: Orchestrator,
         template: WorkerConfig,
         progress: Progress | None = None,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        self._spec = spec
+        """heartbeat_seconds, silence_seconds: see omnistage.serving.launch.LaunchOptions."""
         self._pipeline = to_json(spec)
         self._hub = hub
         self._host = host
         self._orchestrator = orchestrator
         self._template = template  # of every local worker: all but name, stage and start
         self._progress = progress or (lambda replica, fraction, what: None)
+        self._heartbeat_seconds = heartbeat_seconds
+        self._silence_seconds = silence_seconds
         self._by_worker: dict[str, Replica] = {}
         self._starts: dict[str, _Starts] = {}
         self._restarts: set[asyncio.Task[None]] = set()
@@ -87,13 +92,26 @@ class Supervisor:
     async def start(self) -> None:
         """Start every local worker; returns once they are asked for, not once they are ready."""
         await self._host.start(self._on_exit)
-        self._loops = [asyncio.create_task(self._receive())]
+        self._run(self._receive())
         replicas = self._orchestrator.replicas.all()
         for replica in replicas:
             if replica.stage.placement == "local":
                 self._spawn(replica)
         if any(replica.stage.placement == "remote" for replica in replicas):
-            self._loops.append(asyncio.create_task(self._watch_remote()))
+            self._run(self._watch_remote())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._on_loop_end)
+        self._loops.append(task)
+
+    def _on_loop_end(self, task: asyncio.Task[None]) -> None:
+        """A bug ended a loop: no request could end any more, so all of them fail now."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.critical("the supervisor broke", exc_info=error)
+            for replica in self._orchestrator.replicas.all():
+                self._give_up(replica, f"the supervisor broke ({error!r}); restart the server")
 
     async def wait_ready(self) -> None:
         """Return when every stage has a ready replica.  Raises the error of one that cannot be loaded."""
@@ -110,17 +128,27 @@ class Supervisor:
             task.cancel()
         for replica in self._orchestrator.replicas.all():
             if replica.address:
-                with contextlib.suppress(TransportError):
-                    self._hub.send(replica.address, Shutdown())
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
-        while self._by_worker and time.monotonic() < deadline:
-            self._changed.clear()
+                self._tell(replica.address, Shutdown())
+        try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
-        await self._host.close()
-        for task in self._loops:
-            task.cancel()
-        await asyncio.gather(*self._loops, *self._restarts, return_exceptions=True)
+                async with asyncio.timeout(SHUTDOWN_SECONDS):
+                    while self._has_serving_workers():
+                        self._changed.clear()
+                        await self._changed.wait()
+        finally:
+            await self._host.close()
+            for name in list(self._by_worker):
+                self._remove_leftovers(name)
+            for task in self._loops:
+                task.cancel()
+            await asyncio.gather(*self._loops, *self._restarts, return_exceptions=True)
+
+    def _has_serving_workers(self) -> bool:
+        """Whether a worker here is going to obey a Shutdown soon; one that loads would not."""
+        return any(
+            replica.state is ReplicaState.READY and replica.stage.placement == "local"
+            for replica in self._by_worker.values()
+        )
 
     # --- processes --------------------------------------------------------------------------
 
@@ -146,19 +174,22 @@ class Supervisor:
         if self._is_closing:
             self._remove_leftovers(name)
             return
+        starts = self._starts[replica.name]
+        is_quick = replica.state is not ReplicaState.READY
+        is_quick = is_quick or time.monotonic() - starts.at < QUICK_DEATH_SECONDS
         self._lose(replica)
         if replica.state is ReplicaState.FAILED:
             return
-        replica.restarts += 1
-        starts = self._starts[replica.name]
-        is_quick = time.monotonic() - starts.at < QUICK_DEATH_SECONDS
         starts.quick_deaths = starts.quick_deaths + 1 if is_quick else 0
         if starts.quick_deaths > MAX_QUICK_DEATHS:
             self._give_up(
-                replica, f"{replica.name} died {starts.quick_deaths} times within seconds of its start"
+                replica,
+                f"{replica.name} died {starts.quick_deaths} times in a row soon after its start, at last "
+                f"with status {status} (negative: a signal); see the log for the reason",
             )
             return
-        delay = 0.0 if starts.quick_deaths <= 1 else 0.2 * 2**starts.quick_deaths
+        replica.restarts += 1
+        delay = 0.0 if starts.quick_deaths <= 1 else BACKOFF_SECONDS * 2 ** (starts.quick_deaths - 2)
         logger.error("worker %s ended with status %d; restarting it in %.1f s", name, status, delay)
         task = asyncio.create_task(self._respawn(replica, delay))
         self._restarts.add(task)
@@ -174,7 +205,7 @@ class Supervisor:
             replica.state = ReplicaState.STARTING
         if replica.address:
             self._orchestrator.on_death(replica)
-            self._remove_leftovers(replica.worker)
+        self._remove_leftovers(replica.worker)
         replica.address = ""
         replica.gauges = {}
 
@@ -201,6 +232,9 @@ class Supervisor:
             except TransportError as error:
                 logger.error("a malformed message was discarded: %s", error)
                 continue
+            heard = self._orchestrator.replicas.by_address.get(address)
+            if heard is not None:
+                heard.heard = time.monotonic()
             self._handle(address, message)
             if isinstance(message, StepReport):
                 self._hub.release(message)
@@ -212,31 +246,21 @@ class Supervisor:
             case Loading(worker=worker, fraction=fraction, what=what):
                 replica = self._by_worker.get(worker)
                 if replica is not None:
-                    replica.heard = time.monotonic()
                     self._progress(replica.name, fraction, what)
             case Ready(worker=worker, info=info, phases=phases):
                 self._on_ready(worker, info, phases)
-            case LoadFailed(worker=worker, kind=kind, text=text):
-                replica = self._by_worker.get(worker)
-                if replica is not None:
-                    self._load_error = error_from_wire(
-                        kind=kind, message=text, code="load_failed", param=None
-                    )
-                    self._give_up(replica, text)
-            case Heartbeat(worker=worker):
-                replica = self._by_worker.get(worker)
-                if replica is not None:
-                    replica.heard = time.monotonic()
+            case LoadFailed():
+                self._on_load_failed(message)
+            case Heartbeat():
+                return  # that it was heard has been noted
             case _:
                 self._orchestrator.handle(address, message)
 
     def _on_hello(self, address: str, hello: Hello) -> None:
         replica = self._by_worker.get(hello.worker) or self._adopt(hello)
         if replica is None:
-            logger.warning(
-                "worker %s wants to serve %r, which needs no more replicas", hello.worker, hello.stage
-            )
-            self._hub.send(address, Shutdown())
+            logger.warning("worker %s of stage %r is not needed", hello.worker, hello.stage)
+            self._tell(address, Shutdown())
             return
         replica.worker, replica.address, replica.host, replica.pid = (
             hello.worker,
@@ -247,16 +271,42 @@ class Supervisor:
         replica.state = ReplicaState.LOADING
         replica.heard = time.monotonic()
         self._orchestrator.replicas.by_address[address] = replica
-        configure = Configure(pipeline=self._pipeline, stage=replica.stage.name, replica=replica.index)
-        self._hub.send(address, configure)
+        self._tell(
+            address, Configure(pipeline=self._pipeline, stage=replica.stage.name, replica=replica.index)
+        )
 
     def _adopt(self, hello: Hello) -> Replica | None:
-        """A worker that joined by itself takes a free place of its stage."""
+        """A worker that joined by itself takes a place of its stage that is free or whose holder is gone."""
         for replica in self._orchestrator.replicas.by_stage.get(hello.stage, []):
-            if replica.stage.placement == "remote" and not replica.address:
+            if replica.stage.placement != "remote":
+                continue
+            if replica.address and not self._tell(replica.address, Heartbeat(worker=replica.worker)):
+                self._lose_remote(replica, "has lost its connection")
+            if not replica.address:
                 self._by_worker[hello.worker] = replica
                 return replica
         return None
+
+    def _tell(self, address: str, message: Message) -> bool:
+        """Send; False if the worker is not connected: it has died, which is noticed elsewhere."""
+        try:
+            self._hub.send(address, message)
+        except TransportError as error:
+            logger.info("%s was not sent: %s", type(message).__name__, error)
+            return False
+        return True
+
+    def _on_load_failed(self, failed: LoadFailed) -> None:
+        replica = self._by_worker.get(failed.worker)
+        if replica is None:
+            return
+        if replica.stage.placement == "remote":  # another host may have what this one lacks
+            self._lose_remote(replica, f"cannot load its model: {failed.text}")
+            return
+        self._load_error = error_from_wire(
+            kind=failed.kind, message=failed.text, code="load_failed", param=None
+        )
+        self._give_up(replica, failed.text)
 
     def _on_ready(self, worker: str, info: Facts, phases: dict[str, float]) -> None:
         replica = self._by_worker.get(worker)
@@ -265,7 +315,6 @@ class Supervisor:
         replica.info = info
         replica.phases = phases
         replica.state = ReplicaState.READY
-        replica.heard = time.monotonic()
         self._progress(replica.name, 1.0, "ready")
         self._orchestrator.on_ready(replica)
         self._changed.set()
@@ -273,18 +322,22 @@ class Supervisor:
     async def _watch_remote(self) -> None:
         """Heartbeats for workers on other hosts, whose processes nobody here can watch."""
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)  # the beat itself, not a wait for something
-            now = time.monotonic()
-            for name, replica in list(self._by_worker.items()):
+            await asyncio.sleep(self._heartbeat_seconds)  # the beat itself, not a wait for something
+            for replica in list(self._by_worker.values()):
                 if replica.stage.placement != "remote" or not replica.address:
                     continue
-                patience = SILENCE_SECONDS * (3 if replica.state is ReplicaState.LOADING else 1)
-                if now - replica.heard > patience:
-                    logger.error(
-                        "worker %s has been silent for %.0f s; taken for dead", name, now - replica.heard
-                    )
-                    self._by_worker.pop(name)
-                    self._lose(replica)
-                else:
-                    with contextlib.suppress(TransportError):
-                        self._hub.send(replica.address, Heartbeat(worker=name))
+                is_loading = replica.state is ReplicaState.LOADING
+                patience = self._silence_seconds * (LOADING_FACTOR if is_loading else 1)
+                silence = time.monotonic() - replica.heard
+                if silence > patience:
+                    self._lose_remote(replica, f"has been silent for {silence:.0f} s")
+                elif not self._tell(replica.address, Heartbeat(worker=replica.worker)):
+                    # What was under way is lost, even if it should connect again.
+                    self._lose_remote(replica, "has lost its connection")
+
+    def _lose_remote(self, replica: Replica, reason: str) -> None:
+        """A worker that joined is gone: its place is free for the next one."""
+        logger.error("worker %s %s; its place is free", replica.worker, reason)
+        self._by_worker.pop(replica.worker, None)
+        replica.restarts += 1
+        self._lose(replica)

@@ -6,10 +6,10 @@ Both start workers by configuration and report each one's end through a callback
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -70,51 +70,84 @@ class WorkerHost(Protocol):
 
 
 class NurseryHost:
-    """Workers as processes: fast to start, dead with their parent, noticed at once when they die."""
+    """Workers as processes: fast to start, dead with their parent, noticed at once when they die.
+
+    A nursery is started with the first worker; one that dies takes its workers along, and another is
+    started with the next worker.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None  # None while no nursery takes commands
+        self._keeping: asyncio.Task[None] | None = None
         self._on_exit: OnExit = lambda name, status: None
         self._pids: dict[str, int] = {}
-        self._alive: set[str] = set()
+        self._alive: set[str] = set()  # workers the present nursery was told to start
+        self._unsent: dict[str, bytes] = {}  # worker -> command for the next nursery
+        self._is_wanted = asyncio.Event()  # set once there is a command to send, or to end
         self._is_closing = False
 
     async def start(self, on_exit: OnExit) -> None:
         self._on_exit = on_exit
-        await self._start_nursery()
+        self._keeping = asyncio.create_task(self._keep())
 
-    async def _start_nursery(self) -> None:
+    async def _keep(self) -> None:
+        """Run one nursery after another, each as long as it lives."""
+        while not self._is_closing:
+            if not self._unsent:
+                self._is_wanted.clear()
+                await self._is_wanted.wait()
+                continue
+            try:
+                await self._serve(self._start_nursery())
+            except OSError as error:
+                logger.error("the worker nursery cannot be started: %s", error)
+                self._alive, self._unsent = set(self._unsent), {}
+            self._report_loss()
+
+    def _report_loss(self) -> None:
+        if not self._is_closing:
+            logger.error("the worker nursery is gone, and its workers with it")
+            for name in list(self._alive):
+                self._ended(name, -signal.SIGKILL)
+
+    def _start_nursery(self) -> socket.socket:
+        """The connection to a nursery that is starting.  Raises OSError."""
         ours, theirs = socket.socketpair()
-        environment = {**THREAD_ENVIRONMENT, **os.environ}
-        self._process = subprocess.Popen(  # noqa: ASYNC220 (returns once forked; exits are read by _read)
-            [sys.executable, "-m", "omnistage.stages.nursery", str(theirs.fileno()), str(self._run_dir)],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-        theirs.close()
-        ours.setblocking(False)
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._reading = asyncio.create_task(self._read(reader))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "omnistage.stages.nursery", str(theirs.fileno()), str(self._run_dir)],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**THREAD_ENVIRONMENT, **os.environ},
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            event = json.loads(line)
-            if "started" in event:
-                self._pids[event["started"]] = event["pid"]
-            else:
-                self._ended(event["exited"], event["status"])
-        if self._is_closing:
-            return
-        logger.error("the worker nursery died; starting another")
-        await self._reap_nursery()
-        lost = list(self._alive)
-        await self._start_nursery()
-        for name in lost:
-            self._ended(name, -9)
+    async def _serve(self, connection: socket.socket) -> None:
+        """Send commands and take in events until the nursery is gone; then reap it."""
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        try:
+            self._writer = writer
+            self._alive, unsent, self._unsent = set(self._unsent), self._unsent, {}
+            writer.writelines(unsent.values())
+            while not self._is_closing and (line := await reader.readline()):
+                event = json.loads(line)
+                if "started" in event:
+                    self._pids[event["started"]] = event["pid"]
+                else:
+                    self._ended(event["exited"], event["status"])
+        except ConnectionError as error:  # it died with commands unread
+            logger.info("the connection to the worker nursery broke: %s", error)
+        finally:
+            self._writer = None
+            writer.close()  # tells a nursery that still lives to end
+            await self._reap_nursery()
 
     def _ended(self, name: str, status: int) -> None:
         self._alive.discard(name)
@@ -122,28 +155,31 @@ class NurseryHost:
         self._on_exit(name, status)
 
     def spawn(self, config: msgspec.Struct, name: str) -> None:
-        assert self._writer is not None, "start the host before spawning workers"
-        self._alive.add(name)
         command = {"spawn": name, "config": msgspec.to_builtins(config)}
-        self._writer.write(json.dumps(command).encode() + b"\n")
+        line = json.dumps(command).encode() + b"\n"
+        if self._writer is None:
+            self._unsent[name] = line
+            self._is_wanted.set()
+        else:  # if the nursery has just died, the worker is reported dead with it
+            self._alive.add(name)
+            self._writer.write(line)
 
     def pid_of(self, name: str) -> int:
         return self._pids.get(name, 0)
 
     async def close(self) -> None:
         self._is_closing = True
+        self._is_wanted.set()
         if self._writer is not None:
             self._writer.close()
-            with contextlib.suppress(ConnectionError):
-                await self._writer.wait_closed()
-        if self._reading is not None:
-            await self._reading
-        await self._reap_nursery()
+        if self._keeping is not None:
+            await self._keeping
 
     async def _reap_nursery(self) -> None:
-        if self._process is None:
-            return
+        assert self._process is not None
         process, self._process = self._process, None
+        if not self._pids:
+            process.kill()  # nothing to clean up; it may still be busy importing torch
         try:
             await asyncio.to_thread(process.wait, NURSERY_EXIT_SECONDS)
         except subprocess.TimeoutExpired:

@@ -4,8 +4,9 @@
     supervisor  <--{"started"|"exited": name, "pid": ..., "status": ...}--  nursery
 
 JSON lines over the socket whose descriptor is argv[1].  When that socket closes (the API process is
-gone) the nursery kills its workers, removes what they and the run directory argv[2] left on the host,
-and ends; when the nursery dies, the kernel kills the workers.
+gone) the nursery kills its workers, removes their shared memory and the run directory argv[2], and
+ends; when the nursery dies, the kernel kills the workers.  SIGINT and SIGTERM, which terminals and
+service managers send to all processes at once, are the API process's to handle: it drains first.
 It runs no tensor operation itself: forking is safe only while torch has started no threads.
 """
 
@@ -40,6 +41,8 @@ PRELOAD = (
 )
 PR_SET_PDEATHSIG = 1
 
+logger = logging.getLogger(__name__)
+
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere sockets tell)."""
@@ -62,7 +65,6 @@ class Nursery:
     def run(self) -> None:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the supervisor's to handle
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
@@ -91,7 +93,12 @@ class Nursery:
 
     def _spawn(self, name: str, config: dict[str, object]) -> None:
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            logger.error("cannot fork worker %s: %s", name, error)
+            self._tell({"exited": name, "pid": 0, "status": 1})
+            return
         if pid == 0:
             self._become_worker(parent, config)
         self._children[pid] = name
@@ -153,7 +160,9 @@ def _exited() -> Iterator[tuple[int, int]]:
 
 
 def main() -> None:
-    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Inherited by the workers; unlike SIG_IGN not by the programs that a user's function runs.
+        signal.signal(number, lambda *_: None)
     logging.basicConfig(level=os.environ.get("OMNISTAGE_LOG", "WARNING").upper())
     connection = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOAD:

@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from omnistage.errors import OmnistageError, TransportError
+from omnistage.errors import OmnistageError, PipelineError, TransportError
 from omnistage.graph.loader import from_json
 from omnistage.models.registry import resolve_model
 from omnistage.stages.config import WorkerConfig
 from omnistage.stages.factory import build_stage
-from omnistage.stages.lease import BrokerLease, DeviceLease
+from omnistage.stages.lease import BrokerLease, DeviceLease, LeaseGroup, ThreadLease
 from omnistage.stages.stage import Stage, StageContext
 from omnistage.stages.worker import Worker
 from omnistage.transport import Endpoint, ZmqEndpoint, host_id
@@ -36,7 +36,7 @@ from omnistage.transport.messages import (
 
 logger = logging.getLogger(__name__)
 
-CONFIGURE_TIMEOUT = 60.0  # seconds
+CONFIGURE_TIMEOUT = 60.0  # seconds, for workers that the supervisor has started
 
 
 def run_worker(raw: Mapping[str, object]) -> int:
@@ -75,24 +75,14 @@ def serve_stage(
     lease: this worker's turn on its device; None asks the broker of config.  build: makes the stage.
     """
     phases = {"start": time.monotonic() - config.started} if config.started else {}
-    hello = Hello(
-        worker=config.name, stage=config.stage, address=endpoint.address, pid=os.getpid(), host=host_id()
-    )
-    endpoint.send(ORCHESTRATOR, hello)
-    configure = endpoint.receive(CONFIGURE_TIMEOUT)
-    if isinstance(configure, Shutdown):
+    configure = _introduce(config, endpoint)
+    if configure is None:
         return
-    if not isinstance(configure, Configure):
-        raise TransportError(
-            f"the orchestrator at {config.control} sent no configuration within {CONFIGURE_TIMEOUT:.0f} s; "
-            "is it running, and are the keys right?"
-        )
     pipeline = from_json(configure.pipeline)
     spec = pipeline.stages[configure.stage]
     device = spec.devices_of(configure.replica)[0]
     if lease is None:
-        # A worker that joined from another host shares its device with nobody.
-        lease = BrokerLease(config.lease_socket, device, spec.name)
+        lease = _lease(config, device)
         torch.set_num_threads(spec.threads or os.cpu_count() or 1)
     worker = Worker(
         name=config.name,
@@ -131,3 +121,40 @@ def serve_stage(
             worker.run()
     finally:
         lease.close()
+
+
+def _introduce(config: WorkerConfig, endpoint: Endpoint) -> Configure | None:
+    """Say hello and wait for what to do; None if the server is about to stop.
+
+    Raises TransportError if there is no answer, PipelineError if the worker joined and is not needed.
+    """
+    hello = Hello(
+        worker=config.name,
+        stage=config.stage,
+        address=endpoint.address,
+        pid=os.getpid(),
+        host=config.host or host_id(),
+    )
+    endpoint.send(ORCHESTRATOR, hello)
+    timeout = config.patience or CONFIGURE_TIMEOUT
+    answer = endpoint.receive(timeout)
+    if isinstance(answer, Configure):
+        return answer
+    if not isinstance(answer, Shutdown):
+        raise TransportError(
+            f"the orchestrator at {config.control} sent no configuration within {timeout:.0f} s; "
+            "is it running, and are the keys right?"
+        )
+    if not config.started:
+        raise PipelineError(
+            f"the server needs no worker for stage {config.stage!r}: the stage is not one of its pipeline "
+            "with `placement: remote`, or all its replicas have joined"
+        )
+    return None
+
+
+def _lease(config: WorkerConfig, device: str) -> DeviceLease:
+    """The worker's turn on its device; one that joined has no broker and takes no turns with others."""
+    if config.lease_socket:
+        return BrokerLease(config.lease_socket, device, config.stage)
+    return ThreadLease(LeaseGroup())

@@ -72,7 +72,7 @@ def test_not_finite(tmp_path: Path, bad: float, dtype: torch.dtype) -> None:
     tensor = torch.zeros(50, 50, dtype=dtype)
     tensor[49, 3] = bad
     save_file({"x": tensor}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match="x in .* NaN or infinite"):
+    with pytest.raises(WeightsError, match=r"x in .* NaN or infinite"):
         Checkpoint(tmp_path).take("x", (50, 50), torch.float32)
 
 

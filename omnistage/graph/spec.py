@@ -186,7 +186,9 @@ class StageSpec:
     options: Mapping[str, Scalar] = field(
         default_factory=lambda: MappingProxyType({}),
         metadata=described(
-            MapOf(_OPTION_NAME, AnyScalar()), "Settings handed to the part or function as they are."
+            MapOf(_OPTION_NAME, AnyScalar()),
+            "Keyword arguments of the function, or of the class that is made once per replica.",
+            kinds=_FUNCTION,
         ),
     )
 
@@ -217,8 +219,7 @@ class EdgeSpec:
         default=None,
         metadata=described(
             Count(),
-            "Length of the first chunk (tokens on an llm's edge); a small one gives early sound."
-            " Left out: as chunk.",
+            "Frames the vocoder decodes for the first sound; few give it early. Left out: as chunk.",
             unit="frames",
             kinds=("stream",),
         ),
@@ -227,7 +228,7 @@ class EdgeSpec:
         default=None,
         metadata=described(
             Count(),
-            "Length of every later chunk (tokens on an llm's edge). Left out: as the producer makes them.",
+            "Frames the vocoder decodes at a time after that. Left out: 64.",
             unit="frames",
             kinds=("stream",),
         ),
@@ -263,9 +264,7 @@ class PipelineSpec:
     name: str = field(metadata=described(_NAME, "Name of the pipeline; clients see it as the model's name."))
     model: str = field(
         default="",
-        metadata=described(
-            Text(), "The model: a built-in name, a hub name, or a directory with one folder per part."
-        ),
+        metadata=described(Text(), "The model: a built-in name, or a directory with one folder per part."),
     )
     max_queue: int = field(
         default=256,

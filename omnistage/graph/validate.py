@@ -135,6 +135,12 @@ def _edge_problems(spec: PipelineSpec) -> Iterable[Problem]:
 
 def _port_problems(spec: PipelineSpec, edge: EdgeSpec) -> Iterable[Problem]:
     producer, consumer = spec.stages[edge.producer], spec.stages[edge.consumer]
+    for setting in ("first_chunk", "chunk"):
+        if getattr(edge, setting) is not None and consumer.kind is not StageKind.VOCODER:
+            message = (
+                f"only an edge into a vocoder has chunks; {edge.consumer} is none: leave it out"
+            )
+            yield Problem(("edges", edge.name, setting), message)
     if consumer.kind is StageKind.ENCODER:
         message = f"{edge.consumer} is an encoder and reads the request's media; no edge leads to it"
         yield Problem(("edges", edge.name), message)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from omnistage.graph import PipelineSpec
 from omnistage.graph.spec import topological_order
+from omnistage.models.registry import find_part
 from omnistage.serving.dispatch import entry_stage
 from omnistage.serving.replicas import ReplicaTable
 from omnistage.serving.requests import BackendInfo
@@ -29,7 +32,7 @@ def describe(spec: PipelineSpec, replicas: ReplicaTable, model_dir: str) -> Back
         model=spec.name,
         model_dir=model_dir,
         outputs=tuple(spec.outputs),
-        text_stage=llm,
+        prompt_directory=str(find_part(Path(model_dir), spec.stages[llm].part).directory) if llm else "",
         speech_entry=speakers[0] if speakers and audio else None,
         transcriber=transcribers[0] if transcribers else None,
         encoders=encoders,

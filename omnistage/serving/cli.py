@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
+    os.environ["OMNISTAGE_LOG"] = options.log_level  # for the workers
     module_name, _, function_name = options.command.partition(":")
     try:
         command = getattr(importlib.import_module(module_name), function_name)

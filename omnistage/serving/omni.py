@@ -164,7 +164,10 @@ class Omni:
         await self._service.media.aclose()  # requests under way may still load media until here
 
     async def _submit(self, request: Request) -> tuple[RequestStream, int]:
-        body = parse_body(ChatCompletionRequest, {"model": self.spec.name, **request})
+        fields = {"model": self.spec.name, **request}
+        if "audio" in (fields.get("modalities") or ()):
+            fields.setdefault("audio", {"format": "wav"})  # events carry samples, whatever the format
+        body = parse_body(ChatCompletionRequest, fields)
         job = await prepare_chat(self._service, body)
         if len(job.requests) > 1:
             raise InvalidRequest(

@@ -203,8 +203,8 @@ PromptFactory = Callable[[BackendInfo], PromptFormat]
 
 
 def starter_prompt(info: BackendInfo) -> StarterPrompt:
-    """From `model_dir`/thinker.  Raises WeightsError if tokenizer or template are missing."""
-    directory = Path(info.model_dir) / "thinker"
+    """Raises WeightsError if tokenizer or chat template are missing."""
+    directory = Path(info.prompt_directory)
     return StarterPrompt(
         tokenizer=Tokenizer(directory), template=ChatTemplate.load(directory), encoders=info.encoders
     )

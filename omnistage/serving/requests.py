@@ -86,13 +86,14 @@ class RequestStream(Protocol):
 class BackendInfo:
     """Facts the API needs, known once every stage is ready.
 
+    prompt_directory: holds the tokenizer and chat template of the llm that reads the prompt.
     max_model_len: tokens of prompt and answer.  encoders: modality ("image", "audio") -> stage.
     """
 
     model: str
     model_dir: str
     outputs: tuple[str, ...]
-    text_stage: str | None
+    prompt_directory: str
     speech_entry: str | None
     transcriber: str | None
     encoders: Mapping[str, str]

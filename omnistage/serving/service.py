@@ -67,13 +67,19 @@ class Service:
             lifetime=settings.answer_lifetime, max_answers=settings.max_remembered_answers
         )
         self.created = int(time.time())
+        self._info: BackendInfo | None = None
 
     @property
     def info(self) -> BackendInfo:
-        """Raises NotReady while the stages load."""
-        if not self.backend.is_ready:
-            raise NotReady("the pipeline is still loading; /ready tells when it can answer")
-        return self.backend.info
+        """Known for good once the stages have loaded, so that an answer outlives restarts and draining.
+
+        Raises NotReady before.
+        """
+        if self._info is None:
+            if not self.backend.is_ready:
+                raise NotReady("the pipeline is still loading; /ready tells when it can answer")
+            self._info = self.backend.info
+        return self._info
 
     @cached_property
     def prompt(self) -> PromptFormat:

@@ -38,18 +38,16 @@ async def transcriptions(request: Request, service: Service) -> Response:
     headers = {"X-Request-Id": job.request_id}
     if body.stream:
         return StreamReply(with_error_event(_events(service, job)), media_type=EVENT_STREAM, headers=headers)
-    text, done = await while_connected(request.receive, _collect(service, job))
+    text = await while_connected(request.receive, _collect(service, job))
     if body.response_format == "text":
         return PlainTextResponse(text + "\n", headers=headers)
-    answer: dict[str, Any] = {"text": text, "usage": _usage(done)}
+    seconds = await _duration(service, data)
+    answer: dict[str, Any] = {"text": text, "usage": {"type": "duration", "seconds": seconds}}
     if body.response_format == "verbose_json":
-        seconds = await _duration(service, data)
-        answer = {
+        answer |= {
             "task": "transcribe",
             "language": body.language or service.settings.languages[0],
             "duration": seconds,
-            "text": text,
-            "usage": {"type": "duration", "seconds": seconds},
         }
     return JSONResponse(answer, headers=headers)
 
@@ -134,7 +132,7 @@ def _form_value(name: str, value: str) -> Any:
     return value
 
 
-async def _collect(service: Service, job: GenerateRequest) -> tuple[str, Done]:
+async def _collect(service: Service, job: GenerateRequest) -> str:
     recorder = Recorder()
     text = ""
     async with aclosing(run(service.backend, job)) as events:
@@ -144,7 +142,7 @@ async def _collect(service: Service, job: GenerateRequest) -> tuple[str, Done]:
                 text += event.text
             elif isinstance(event, Done):
                 service.metrics.observe_answer(event, recorder)
-                return text.strip(), event
+                return text.strip()
     raise AssertionError("a backend stream ended without Done")
 
 
@@ -162,19 +160,7 @@ async def _events(service: Service, job: GenerateRequest) -> AsyncGenerator[byte
                     yield server_sent_event({"type": "transcript.text.delta", "delta": delta})
             elif isinstance(event, Done):
                 service.metrics.observe_answer(event, recorder)
-                yield server_sent_event(
-                    {"type": "transcript.text.done", "text": text.rstrip(), "usage": _usage(event)}
-                )
-
-
-def _usage(done: Done) -> dict[str, Any]:
-    usage = done.usage
-    return {
-        "type": "tokens",
-        "input_tokens": usage.prompt_tokens,
-        "output_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+                yield server_sent_event({"type": "transcript.text.done", "text": text.rstrip()})
 
 
 async def _duration(service: Service, data: bytes) -> float:

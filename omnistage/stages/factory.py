@@ -67,7 +67,7 @@ def _function(context: StageContext) -> Stage:
         raise PipelineError(
             f"stage {context.spec.name!r} has no function; name one as package.module:callable"
         )
-    return FunctionStage(context, load_callable(context.spec.function))
+    return FunctionStage(context, load_callable(context.spec.function, context.spec.options))
 
 
 def _llm(context: StageContext) -> Stage:

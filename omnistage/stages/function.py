@@ -11,7 +11,8 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,17 +26,20 @@ from omnistage.types import HostTensor, Payload, PortType, Scalar
 
 logger = logging.getLogger(__name__)
 
-# A sentence ends after its closing mark and the white space behind it, or at a line's end.
-_SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"')\]]*\s+|\n+")
+# A sentence ends with the first white space after its closing mark, or at a line's end: decided as soon
+# as it is seen, so that function stages in a row do not wait for one another.
+_SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"')\]]*\s|\n")
 
 
-def load_callable(reference: str) -> Callable[[Any], Any]:
+def load_callable(reference: str, options: Mapping[str, Scalar] | None = None) -> Callable[[Any], Any]:
     """What omnistage.graph.function.load_function finds; a class is instantiated.
+
+    options: keyword arguments of the class, or of every call of a function.
 
     Raises PipelineError naming the part of the reference that does not exist.
     """
     found = load_function(reference)
-    made = found() if isinstance(found, type) else found
+    made = found(**options or {}) if isinstance(found, type) else partial(found, **options or {})
     if not callable(made):
         raise PipelineError(f"{reference} makes a {type(made).__name__}, not a callable; define __call__")
     return made
@@ -143,9 +147,8 @@ class FunctionStage:
         elif self._granularity == "sentence":
             start = 0
             for match in _SENTENCE_END.finditer(call.text):
-                if match.end() < len(call.text) or is_last:  # the white space may still go on
-                    texts.append(call.text[start : match.end()])
-                    start = match.end()
+                texts.append(call.text[start : match.end()])
+                start = match.end()
             call.text = call.text[start:]
         if is_last:
             texts.append(call.text)

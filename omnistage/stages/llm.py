@@ -166,7 +166,9 @@ class LlmStage:
 
     def _rows(self, payload: Payload) -> Rows:
         if payload.type is PortType.TEXT:
-            return TokenRows(tuple(self._tokenizer.encode(payload.text.strip(), add_special_tokens=False).ids))
+            return TokenRows(
+                tuple(self._tokenizer.encode(payload.text.strip(), add_special_tokens=False).ids)
+            )
         embeddings = payload.tensors.get("embeddings")
         if embeddings is None:
             raise StreamError(f"an llm stage takes text or embeddings, not {payload.type.value}")

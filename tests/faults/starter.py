@@ -259,8 +259,11 @@ def num_descriptors(pid: int | None = None) -> int:
     return len(os.listdir(f"/proc/{pid or os.getpid()}/fd"))
 
 
-def segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("omnistage-*")}
+def segments(pipeline: Pipeline) -> set[str]:
+    """Names of the workers that have shared-memory files."""
+    prefix = f"omnistage-{pipeline.supervisor._template.run_id}-"
+    paths = Path("/dev/shm").glob(f"{prefix}*")
+    return {path.name.removeprefix(prefix).rpartition("-")[0] for path in paths}
 
 
 def environment(home: Path) -> dict[str, str]:

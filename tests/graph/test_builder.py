@@ -30,13 +30,13 @@ def starter() -> Graph:
     graph = Graph("starter", model="starter")
     hearing = graph.encoder("hearing")
     vision = graph.encoder("vision", part="vision")
-    thinker = graph.llm("thinker", kv_cache="256MiB", max_num_seqs=32, max_model_len=2048)
+    thinker = graph.llm("thinker", dtype="float32", kv_cache="256MiB", max_num_seqs=32, max_model_len=2048)
     talker = graph.generator("talker")
     vocoder = graph.vocoder("vocoder")
     graph.connect(hearing, thinker)
     graph.connect(vision, thinker)
     graph.connect(thinker, talker, stream=True)
-    graph.connect(talker, vocoder, stream=True, first_chunk=24, chunk=64)
+    graph.connect(talker, vocoder, stream=True, first_chunk=24, chunk=64, credits=8)
     graph.output(text=thinker, audio=vocoder)
     return graph
 

@@ -78,8 +78,6 @@ def test_every_value_has_a_source():
         ("thinker.kv_cache=1GiB", lambda s: s.stages["thinker"].kv_cache == 1024**3),
         ("thinker.enable_prefix_cache=false", lambda s: not s.stages["thinker"].enable_prefix_cache),
         ("thinker.max_model_len=null", lambda s: s.stages["thinker"].max_model_len is None),
-        ("talker.options.voice=joe", lambda s: s.stages["talker"].options == {"voice": "joe"}),
-        ("talker.options={speed: 1.5}", lambda s: s.stages["talker"].options == {"speed": 1.5}),
         ("talker->vocoder.chunk=32", lambda s: s.edges[3].chunk == 32),
         ("edges.talker -> vocoder.chunk=32", lambda s: s.edges[3].chunk == 32),
         ("model=/a/b=c", lambda s: s.model == "/a/b=c"),
@@ -157,6 +155,18 @@ outputs: {text: thinker, audio: thinker}
         assert any(line.startswith(start) for line in lines), start
     numbered = [int(found[1]) for line in lines if (found := re.match(r"p\.yaml:(\d+):", line))]
     assert numbered == sorted(numbered)
+
+
+@pytest.mark.parametrize("flag", ["change.options.word=x", "change.options={word: x}"])
+def test_flags_set_options_of_a_function(flag):
+    text = "name: f\nstages: {change: {kind: function, function: 'a.b:c'}}\noutputs: {text: change}\n"
+    spec = resolve_text(text, filename="f.yaml", overrides=[flag]).spec
+    assert spec.stages["change"].options == {"word": "x"}
+
+
+def test_only_functions_take_options():
+    with pytest.raises(PipelineError, match=r"talker\.options.*only of function"):
+        load_pipeline("starter", overrides=["talker.options.voice=joe"])
 
 
 @pytest.mark.parametrize(

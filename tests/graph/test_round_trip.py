@@ -77,7 +77,7 @@ def pipelines(draw) -> PipelineSpec:
         chosen = draw(st.lists(st.sampled_from(producers), unique=True)) if producers else []
         if stage.kind is StageKind.VOCODER and not chosen:
             chosen = producers[:1]
-        edges += [draw(edges_between(producer, name)) for producer in chosen]
+        edges += [draw(edges_between(producer, stage)) for producer in chosen]
     makers = {
         output: [name for name, stage in stages.items() if port in output_ports(stage)]
         for output, port in OUTPUT_PORTS.items()
@@ -111,10 +111,11 @@ def stages_named(draw, name: str) -> StageSpec:
 
 
 @st.composite
-def edges_between(draw, producer: str, consumer: str) -> EdgeSpec:
+def edges_between(draw, producer: str, consumer: StageSpec) -> EdgeSpec:
     mode = draw(st.sampled_from(["stream", "whole"]))
-    chosen = drawn(draw, EDGE_SETTINGS, mode, ("producer", "consumer", "stream"))
-    return EdgeSpec(producer, consumer, stream=mode == "stream", **chosen)
+    left = () if consumer.kind is StageKind.VOCODER else ("first_chunk", "chunk")
+    chosen = drawn(draw, EDGE_SETTINGS, mode, ("producer", "consumer", "stream", *left))
+    return EdgeSpec(producer, consumer.name, stream=mode == "stream", **chosen)
 
 
 def rebuilt(spec: PipelineSpec) -> PipelineSpec:
@@ -162,14 +163,14 @@ def test_yaml_is_short_and_json_is_complete():
 
 
 def test_the_printed_configuration_shows_every_source_and_loads_again():
-    resolved = resolve_pipeline("starter", overrides=["thinker.max_num_seqs=8", "talker.options.voice=joe"])
+    resolved = resolve_pipeline("starter", overrides=["thinker.max_num_seqs=8", "device_memory.cpu=8GiB"])
     text = render_config(resolved)
     assert resolve_text(text).spec == resolved.spec
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "max_num_seqs: 8 # flag thinker.max_num_seqs=8" in lines
-    assert "kv_cache: 256MiB # starter.yaml:8" in lines
-    assert "voice: joe # flag talker.options.voice=joe" in lines
+    assert "kv_cache: 256MiB # starter.yaml:10" in lines
+    assert "cpu: 8GiB # flag device_memory.cpu=8GiB" in lines
     assert "dtype: auto # default" in lines
-    assert "audio: vocoder # starter.yaml:18" in lines
+    assert "audio: vocoder # starter.yaml:20" in lines
     for line in lines:
         assert "#" in line or line.endswith(":"), line

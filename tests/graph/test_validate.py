@@ -171,3 +171,8 @@ def test_two_problems_of_one_edge_are_both_told():
         "edges.x->y: unknown stage 'x'",
         "edges.x->y: unknown stage 'y'",
     ]
+
+
+def test_chunks_belong_to_edges_into_a_vocoder():
+    with pytest.raises(PipelineError, match=r"thinker->talker\.chunk: only an edge into a vocoder has chunks"):
+        load_pipeline("starter", overrides=["thinker->talker.chunk=8"])

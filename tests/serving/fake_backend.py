@@ -120,7 +120,7 @@ class FakeBackend:
             model="starter",
             model_dir=str(model_dir),
             outputs=("text", "audio"),
-            text_stage="thinker",
+            prompt_directory=str(model_dir / "thinker"),
             speech_entry="talker",
             transcriber="hearing",
             encoders={"image": "vision", "audio": "hearing"},

@@ -116,7 +116,7 @@ def test_transcription_json(server: LiveServer, backend: FakeBackend):
         model="starter", file=("q.wav", CLIP), language="en", temperature=0, prompt=""
     )
     assert reply.text == TEXT
-    assert reply.usage.type == "tokens"
+    assert reply.usage.type == "duration"
     [request] = backend.requests
     assert request.outputs == ("hearing",)
     assert request.media["hearing"][0].data == CLIP

@@ -200,7 +200,7 @@ class Engine:
         is_end = last in params.stop_token_ids or (
             not params.ignore_eos and last in sequence.request.eos_token_ids
         )
-        if is_end and num_output > params.min_tokens:
+        if is_end:  # never before min_tokens: the sampler forbids it
             return FinishReason.STOP
         if num_output >= params.max_tokens or len(sequence.token_ids) >= self._max_rows:
             return FinishReason.LENGTH

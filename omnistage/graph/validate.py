@@ -137,9 +137,7 @@ def _port_problems(spec: PipelineSpec, edge: EdgeSpec) -> Iterable[Problem]:
     producer, consumer = spec.stages[edge.producer], spec.stages[edge.consumer]
     for setting in ("first_chunk", "chunk"):
         if getattr(edge, setting) is not None and consumer.kind is not StageKind.VOCODER:
-            message = (
-                f"only an edge into a vocoder has chunks; {edge.consumer} is none: leave it out"
-            )
+            message = f"only an edge into a vocoder has chunks; {edge.consumer} is none: leave it out"
             yield Problem(("edges", edge.name, setting), message)
     if consumer.kind is StageKind.ENCODER:
         message = f"{edge.consumer} is an encoder and reads the request's media; no edge leads to it"
@@ -149,6 +147,9 @@ def _port_problems(spec: PipelineSpec, edge: EdgeSpec) -> Iterable[Problem]:
         message = f"{edge.producer} gives {gives}, but {edge.consumer} takes {takes}"
         if StageKind.FUNCTION in (producer.kind, consumer.kind):
             message += "; a function's ports are set by inputs and outputs"
+        yield Problem(("edges", edge.name), message)
+    elif consumer.kind is StageKind.VOCODER and not edge.stream:
+        message = "a vocoder takes an answer's frames sentence by sentence; add stream: true"
         yield Problem(("edges", edge.name), message)
 
 

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from omnistage.errors import OmnistageError, PipelineError, TransportError
+from omnistage.graph import PipelineSpec, StageSpec
 from omnistage.graph.loader import from_json
 from omnistage.models.registry import resolve_model
 from omnistage.stages.config import WorkerConfig
@@ -33,6 +34,7 @@ from omnistage.transport.messages import (
     Ready,
     Shutdown,
 )
+from omnistage.types import StageKind
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ def serve_stage(
         stage_name=spec.name,
         endpoint=endpoint,
         lease=lease,
+        whole_edges=_whole_edges(pipeline, spec),
         patience=config.patience or None,
     )
 
@@ -158,3 +161,10 @@ def _lease(config: WorkerConfig, device: str) -> DeviceLease:
     if config.lease_socket:
         return BrokerLease(config.lease_socket, device, config.stage)
     return ThreadLease(LeaseGroup())
+
+
+def _whole_edges(pipeline: PipelineSpec, spec: StageSpec) -> list[str]:
+    """An encoder's output is whole per item already, whatever its edges say."""
+    if spec.kind is StageKind.ENCODER:
+        return []
+    return [edge.name for edge in pipeline.edges_out_of(spec.name) if not edge.stream]

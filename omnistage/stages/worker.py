@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Collection, Sequence
 
 from omnistage.errors import OmnistageError, TransportError
 from omnistage.stages.lease import DeviceLease
@@ -29,7 +30,7 @@ from omnistage.transport.messages import (
     StepReport,
     Submit,
 )
-from omnistage.types import FinishReason, StageTiming
+from omnistage.types import FinishReason, HostTensor, Payload, StageTiming
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,13 @@ GAUGE_SECONDS = 0.25
 class _Ticket:
     """What the worker keeps for one request at this stage.
 
-    backlog: payloads that wait for credits, per edge.  ended: set when the stage is done but the
-    backlog is not empty yet.
+    held: what will be one message on an edge that does not stream.  backlog: payloads that wait for
+    credits, per edge.  ended: set when the stage is done but the backlog is not empty yet.
     """
 
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
+        self.held: dict[str, list[Emitted]] = {}
         self.backlog: dict[str, deque[Emitted]] = {edge: deque() for edge in submit.consumers}
         self.ended: Ended | None = None
         self.received = time.monotonic()
@@ -72,6 +74,7 @@ class _Ticket:
 class Worker:
     """Runs one stage until a Shutdown arrives or the orchestrator is gone.
 
+    whole_edges: those out of the stage that carry one message per request instead of a stream.
     patience: seconds without a word from the orchestrator after which it is taken for gone; None where
     the operating system tells (a worker dies with its parent).
     The stage is attached after construction, because building it needs this worker's credits.
@@ -84,9 +87,11 @@ class Worker:
         stage_name: str,
         endpoint: Endpoint,
         lease: DeviceLease,
+        whole_edges: Collection[str] = (),
         patience: float | None = None,
     ) -> None:
         self._name = name
+        self._whole_edges = frozenset(whole_edges)
         self._patience = patience
         self._stage_name = stage_name
         self._endpoint = endpoint
@@ -288,8 +293,15 @@ class Worker:
             return
         began = time.monotonic()
         ticket.first_output = ticket.first_output or began
-        for backlog in ticket.backlog.values():
-            backlog.append(emitted)
+        for edge, backlog in ticket.backlog.items():
+            if edge not in self._whole_edges:
+                backlog.append(emitted)
+                continue
+            held = ticket.held.setdefault(edge, [])
+            held.append(emitted)
+            if emitted.is_last:
+                backlog.append(merge(held))
+                held.clear()
         self._flush(emitted.key, ticket)
         ticket.transferred += time.monotonic() - began
 
@@ -354,3 +366,30 @@ class Worker:
             "computed_seconds": self._computed,
             **self._endpoint.stats(),
         }
+
+
+def merge(parts: Sequence[Emitted]) -> Emitted:
+    """Payloads of one stream as one: texts and ids joined, tensors of a name joined by rows."""
+    payloads = [part.payload for part in parts]
+    names = dict.fromkeys(name for payload in payloads for name in payload.tensors)
+    tensors = {
+        name: _join([payload.tensors[name] for payload in payloads if name in payload.tensors])
+        for name in names
+    }
+    last = parts[-1]
+    payload = Payload(
+        type=payloads[0].type,
+        text="".join(payload.text for payload in payloads),
+        token_ids=tuple(token_id for payload in payloads for token_id in payload.token_ids),
+        logprobs=tuple(entry for payload in payloads for entry in payload.logprobs),
+        tensors=tensors,
+        info=last.payload.info,
+    )
+    return Emitted(last.key, payload, is_last=last.is_last, item=last.item)
+
+
+def _join(tensors: Sequence[HostTensor]) -> HostTensor:
+    """[rows, ...] tensors of equal width, one below the other."""
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    data = b"".join(bytes(tensor.data) for tensor in tensors)
+    return HostTensor(tensors[0].dtype, (rows, *tensors[0].shape[1:]), data)

@@ -113,6 +113,7 @@ class Tiny:
         By induction that is the reference's own greedy output.  Excused only where its two best
         logits differ by less than 1e-4.
         """
+        assert len(token_ids) == request.sampling.max_tokens
         prompt = self.embeds(request)
         with torch.no_grad():
             output = self.reference.get_input_embeddings()(torch.tensor(list(token_ids[:-1]), dtype=int))

@@ -92,6 +92,18 @@ def test_idle_open_prompt_gives_way_before_a_younger_one() -> None:
     assert opened.status is SequenceStatus.WAITING
 
 
+def test_open_prompt_that_does_not_fit_lets_others_pass() -> None:
+    scheduler = make(num_blocks=6)
+    scheduler.add(sequence("active", [1] * 10, 0))
+    advance(scheduler)
+    scheduler.add(sequence("open", [2] * 16, 1, complete=False))
+    scheduler.add(sequence("small", [3] * 5, 2))
+    assert [chunk.sequence.request_id for chunk in advance(scheduler)] == ["active", "small"]
+    scheduler.add(sequence("large", [4] * 16, 3))
+    scheduler.add(sequence("tiny", [5], 4))
+    assert "tiny" not in [chunk.sequence.request_id for chunk in advance(scheduler)]
+
+
 def test_admission_waits_for_the_whole_prompt() -> None:
     scheduler = make(num_blocks=4, max_num_batched_tokens=8)
     scheduler.add(sequence("first", [1] * 8, 0))

@@ -51,6 +51,8 @@ def test_salt_digest_and_place_tell_blocks_apart() -> None:
 def test_rows_of_a_picture_are_told_apart_by_offset() -> None:
     one = hashes(given(8, "p"))
     assert one[0] != one[1]
+    halves = hashes(given(4, "p"), given(4, "p"))  # equal first blocks, then rows 4 to 7 or 0 to 3 of p
+    assert halves[1] != one[1]
     shifted = hashes(tokens(1, 2, 3, 4), given(8, "p"))
     assert shifted[1] != one[0]
 

@@ -112,8 +112,9 @@ def stages_named(draw, name: str) -> StageSpec:
 
 @st.composite
 def edges_between(draw, producer: str, consumer: StageSpec) -> EdgeSpec:
-    mode = draw(st.sampled_from(["stream", "whole"]))
-    left = () if consumer.kind is StageKind.VOCODER else ("first_chunk", "chunk")
+    into_vocoder = consumer.kind is StageKind.VOCODER
+    mode = "stream" if into_vocoder else draw(st.sampled_from(["stream", "whole"]))
+    left = () if into_vocoder else ("first_chunk", "chunk")
     chosen = drawn(draw, EDGE_SETTINGS, mode, ("producer", "consumer", "stream", *left))
     return EdgeSpec(producer, consumer.name, stream=mode == "stream", **chosen)
 

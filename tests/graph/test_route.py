@@ -106,7 +106,7 @@ def branching() -> Graph:
         "voiceprint->talker",
         "talker->vocoder",
     ):
-        graph.connect(*edge.split("->"))
+        graph.connect(*edge.split("->"), stream=edge.endswith("vocoder"))
     graph.output(text="upper", audio="vocoder")
     return graph
 
@@ -160,7 +160,7 @@ def test_order_is_topological_whatever_the_order_of_the_file():
     graph.vocoder("v")
     graph.generator("g")
     graph.llm("t")
-    graph.connect("g", "v")
+    graph.connect("g", "v", stream=True)
     graph.connect("t", "g")
     graph.output(text="t", audio="v")
     spec = graph.build()

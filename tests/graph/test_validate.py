@@ -174,5 +174,18 @@ def test_two_problems_of_one_edge_are_both_told():
 
 
 def test_chunks_belong_to_edges_into_a_vocoder():
-    with pytest.raises(PipelineError, match=r"thinker->talker\.chunk: only an edge into a vocoder has chunks"):
+    with pytest.raises(PipelineError, match=r"thinker->talker\.chunk: only an edge into a vocoder"):
         load_pipeline("starter", overrides=["thinker->talker.chunk=8"])
+
+
+def test_edges_into_a_vocoder_stream():
+    with pytest.raises(PipelineError, match=r"talker->vocoder: .*add stream: true"):
+        load_pipeline(
+            "starter",
+            overrides=[
+                "talker->vocoder.stream=false",
+                "talker->vocoder.first_chunk=null",
+                "talker->vocoder.chunk=null",
+                "talker->vocoder.credits=null",
+            ],
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 
 import numpy as np
@@ -175,6 +176,28 @@ async def test_function_stage_changes_text_and_speech():
         assert len(pcm) > 0
 
 
+async def test_an_edge_that_does_not_stream_carries_one_message():
+    spec = toy_graph(function=f"{__file__}:shout", granularity="delta")
+    edges = tuple(
+        dataclasses.replace(edge, stream=False) if edge.name == "thinker->change" else edge
+        for edge in spec.edges
+    )
+    seen = []
+
+    def intercept(source, to, message):
+        if isinstance(message, Chunk) and message.edge == "thinker->change":
+            seen.append(message.payload.text)
+        return [message]
+
+    async with start(
+        dataclasses.replace(spec, edges=edges), network=MemoryNetwork(intercept=intercept)
+    ) as pipeline:
+        await pipeline.wait_ready()
+        text, _, _, _ = await collect(pipeline, request("a", tokens=6))
+    assert seen == [expected_text(6)]
+    assert text == expected_text(6).upper()
+
+
 def explode(text):
     raise ZeroDivisionError("boom")
 
@@ -267,8 +290,6 @@ async def test_a_gap_or_a_repeat_in_a_stream_fails_loudly(fault):
 
 
 async def test_a_full_queue_answers_at_once_and_says_when_to_return():
-    import dataclasses
-
     spec = toy_graph()
     thinker = dataclasses.replace(spec.stages["thinker"], max_num_seqs=1)
     spec = dataclasses.replace(spec, max_queue=2, stages={**spec.stages, "thinker": thinker})

@@ -6,23 +6,26 @@ import asyncio
 import base64
 import time
 from collections import Counter
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from omnistage import Omni
 from omnistage.errors import OmnistageError
 from omnistage.serving.audio_protocol import SpeechRequest, TranscriptionRequest
 from omnistage.serving.chat_protocol import ChatCompletionRequest
 from omnistage.serving.chat_request import prepare_chat
 from omnistage.serving.events import run
+from omnistage.serving.launch import LaunchOptions
 from omnistage.serving.protocol import parse_body
 from omnistage.serving.requests import AudioDelta, Done, TextDelta
 from omnistage.serving.service import Service
 from omnistage.serving.settings import MediaSettings, ServerSettings
 from omnistage.serving.speech import prepare_speech
 from omnistage.serving.transcriptions import prepare_transcription
+from omnistage.transport import MemoryNetwork
 from omnistage.transport.messages import Chunk, Heartbeat, Submit
 from omnistage.types import FinishReason, StageTiming, Usage
 
@@ -186,8 +189,8 @@ class Starter:
             known = [replica.gauges for replica in replicas]
             for replica in replicas:
                 self.orchestrator._tell(replica, Heartbeat(worker=replica.worker))
-            while any(replica.gauges is old for replica, old in zip(replicas, known, strict=True)):
-                await asyncio.sleep(0.001)
+            pairs = list(zip(replicas, known, strict=True))
+            await until(lambda pairs=pairs: all(replica.gauges is not old for replica, old in pairs))
         table = await self._read_gauges()
         counts = {f"orchestrator.{name}": table["orchestrator"][name] for name in ORCHESTRATOR_COUNTS}
         for stage, values in table.items():
@@ -196,6 +199,24 @@ class Starter:
 
     async def _read_gauges(self):
         return {stage: dict(values) for stage, values in self.orchestrator.gauges().items()}
+
+
+@contextmanager
+def start(pipeline):
+    """Run a pipeline with a thread per stage."""
+    traffic = Traffic()
+    network = MemoryNetwork(intercept=traffic)
+    options = LaunchOptions(mode="threads", network=network, drain_seconds=0.0)
+    with Omni(pipeline, options=options) as omni:
+        yield Starter(omni, traffic)
+
+
+async def until(condition):
+    """Wait for what no event tells of."""
+    give_up_at = time.monotonic() + SETTLE_SECONDS
+    for _ in iter(condition, True):
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.002)
 
 
 def error_of(outcome):

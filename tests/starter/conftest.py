@@ -8,12 +8,10 @@ import socket
 import pytest
 import uvicorn
 
-from omnistage import Graph, Omni
+from omnistage import Graph
 from omnistage.graph import load_pipeline
 from omnistage.serving.app import create_app
-from omnistage.serving.launch import LaunchOptions
-from omnistage.transport import MemoryNetwork
-from tests.starter.asking import Starter, Traffic
+from tests.starter.asking import start
 from tests.starter.reference import Reference
 
 
@@ -21,16 +19,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent.name == "starter":
             item.add_marker(pytest.mark.starter)
-
-
-@contextlib.contextmanager
-def start(pipeline):
-    """Run a pipeline with a thread per stage."""
-    traffic = Traffic()
-    network = MemoryNetwork(intercept=traffic)
-    options = LaunchOptions(mode="threads", network=network, drain_seconds=0.0)
-    with Omni(pipeline, options=options) as omni:
-        yield Starter(omni, traffic)
 
 
 @pytest.fixture(scope="session")

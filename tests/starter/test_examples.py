@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from omnistage.graph import load_pipeline
-from tests.starter.asking import AUDIO, ROOT, chat
-from tests.starter.conftest import start
+from tests.starter.asking import AUDIO, ROOT, chat, start
 
 EXAMPLES = ROOT / "examples"
 MAIN_MEMORY = "Repeat after me: RAM is fast."
@@ -87,5 +86,5 @@ def test_glossary_as_a_program(starter_dir, tmp_path, no_leaks):
     assert "CENTRAL PROCESSING UNIT" in done.stdout
     assert "MAIN MEMORY" in done.stdout
     assert done.stdout.isupper()
-    assert "." * 3 in done.stdout  # sound while the text came
+    assert done.stdout.rstrip().endswith("...")  # at least two pieces of sound
     assert "Traceback" not in done.stderr

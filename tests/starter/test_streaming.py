@@ -11,7 +11,7 @@ import pytest
 from omnistage.errors import Draining
 from omnistage.serving import dispatch
 from omnistage.serving.requests import AudioDelta, TextDelta
-from tests.starter.asking import AUDIO, chat, reply_of, speech
+from tests.starter.asking import AUDIO, chat, reply_of, speech, until
 
 TWO_SENTENCES = "Tell me about the sea in two long sentences."
 LONG = "Paris is the capital of France. It lies on the river Seine, and many people visit it. " * 4
@@ -20,7 +20,7 @@ LONG = "Paris is the capital of France. It lies on the river Seine, and many peo
 def test_speech_begins_before_the_text_ends(starter):
     events = list(starter.omni.stream(chat(TWO_SENTENCES, max_tokens=64, seed=3, **AUDIO)))
     reply = reply_of(events)
-    first, second = reply.text.split(". ")
+    _, second = reply.text.split(". ")
     assert second.endswith(".")
     said = [index for index, event in enumerate(events) if isinstance(event, TextDelta) and event.text]
     sounds = [index for index, event in enumerate(events) if isinstance(event, AudioDelta)]
@@ -88,8 +88,7 @@ def test_unread_speech_holds_back_the_vocoder_and_not_the_text(starter, few_cred
         prepared = await starter.prepare(body)
         before = starter.orchestrator.gauges()["vocoder"]["samples"]
         async with aclosing(starter.orchestrator.submit(prepared)) as stream:
-            while starter.orchestrator.gauges()["thinker"]["assigned_requests"]:
-                await asyncio.sleep(0.02)
+            await until(lambda: not starter.orchestrator.gauges()["thinker"]["assigned_requests"])
             assert starter.orchestrator.gauges()["vocoder"]["assigned_requests"] == 1
             made = starter.orchestrator.gauges()["vocoder"]["samples"] - before
             return made, reply_of([event async for event in stream])

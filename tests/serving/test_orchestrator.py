@@ -76,6 +76,16 @@ async def settled(pipeline):
     raise AssertionError("a replica still holds a request")
 
 
+async def gauge(pipeline, stage, name):
+    """A stage's gauge, once its worker has reported for the first time."""
+    for _ in range(400):
+        gauges = pipeline.orchestrator.gauges()[stage]
+        if name in gauges:
+            return gauges[name]
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{stage} reported no {name}")
+
+
 async def test_text_alone_never_wakes_talker_and_vocoder():
     async with start() as pipeline:
         await pipeline.wait_ready()
@@ -84,9 +94,8 @@ async def test_text_alone_never_wakes_talker_and_vocoder():
         assert ids == list(range(8))
         assert len(pcm) == 0
         assert [timing.stage for timing in done.timings] == ["thinker"]
-        gauges = pipeline.orchestrator.gauges()
-        assert gauges["talker"]["sentences"] == 0
-        assert gauges["vocoder"]["samples"] == 0
+        assert await gauge(pipeline, "talker", "sentences") == 0
+        assert await gauge(pipeline, "vocoder", "samples") == 0
 
 
 async def test_speech_follows_text():

@@ -66,9 +66,7 @@ def decode(data: bytes, *, max_seconds: float) -> Pcm:
                     f"the file ({container.format.long_name}) has no sound track; send one that has sound"
                 )
             stream = container.streams.audio[0]
-            promised = (
-                float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
-            )
+            promised = 0.0 if _is_length_guessed(container.format.name, data) else _seconds(stream)
             blocks = list(_mono_blocks(container, stream, max_seconds))
     except av.error.FFmpegError as error:
         raise MediaError(
@@ -87,6 +85,22 @@ def decode(data: bytes, *, max_seconds: float) -> Pcm:
     if not np.isfinite(samples).all():
         raise MediaError("the audio has samples that are not finite numbers; export the file again")
     return Pcm(np.clip(samples, -1.0, 1.0), rate)
+
+
+def _seconds(stream: av.AudioStream) -> float:
+    """The length FFmpeg states; 0.0 if it states none."""
+    return float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+
+
+def _is_length_guessed(format_name: str, data: bytes) -> bool:
+    """Whether FFmpeg has guessed the length from a few packets' bit rate, for want of a header."""
+    if format_name != "mp3":
+        return format_name in ("aac", "ac3", "amr")
+    first_frame = 0
+    if data[:3] == b"ID3" and len(data) >= 10:
+        first_frame = 10 + sum(byte << 7 * (3 - index) for index, byte in enumerate(data[6:10]))
+    head = data[first_frame : first_frame + 2048]
+    return not any(tag in head for tag in (b"Xing", b"Info", b"VBRI"))
 
 
 def _promised_by_wav(data: bytes) -> float:
@@ -207,12 +221,20 @@ class StreamEncoder:
     def close(self) -> bytes:
         """The last bytes: what the codec still held, and the container's end."""
         assert not self._is_closed, "close after close"
-        self._is_closed = True
         if self._format not in _ENCODINGS:
+            self._is_closed = True
             return self._take_pending()
+        ready = self._pad()
+        self._is_closed = True
         self._container.mux(self._stream.encode(None))
         self._container.close()
-        return self._sink.take()
+        return ready + self._sink.take()
+
+    def _pad(self) -> bytes:
+        """Make up for less than a frame with silence: lossy codecs would write no file at all."""
+        is_lossy = _ENCODINGS[self._format][2] is not None
+        missing = self._sample_rate // 50 - self._num_samples
+        return self.push(np.zeros(missing, np.float32)) if is_lossy and missing > 0 else b""
 
     def _open(self, sink: io.BytesIO | None) -> None:
         muxer, codec_name, bit_rate = _ENCODINGS[self._format]

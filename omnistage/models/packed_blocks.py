@@ -73,13 +73,14 @@ def in_slices(
     num_rows: int,
     flops_per_row: float,
     pace: Pace,
-    min_rows: int = MIN_SLICE_ROWS,
+    min_rows: int | None = None,
 ) -> Sliced[Tensor]:
     """`compute` over consecutive slices of rows, concatenated; yields as `pace` says.
 
     compute: rows of the input to the rows of the output they give.
+    min_rows: of a slice; None for MIN_SLICE_ROWS.
     """
-    step = max(min_rows, pace.count(flops_per_row))
+    step = max(min_rows or MIN_SLICE_ROWS, pace.count(flops_per_row))
     step = -(-num_rows // -(-num_rows // step))  # equal slices, rather than a short last one
     parts = []
     for start in range(0, num_rows, step):

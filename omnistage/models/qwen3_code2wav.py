@@ -33,7 +33,8 @@ from omnistage.ops.rotary import RotaryScaling, inverse_frequencies, rotary_angl
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "code_offset")  # derived from config.json
 _DTYPES = (torch.float32, torch.bfloat16)
 _FRAMES_PER_PASS = 128  # of one stream, through the transformer: bounds the attention's mask
-_SLICE_BYTES = 2**20  # of one activation at the sample rate: the decoder's slices stay in the cache
+_SLICE_BYTES = 3 * 2**20  # of one stream's activation at the sample rate: slices stay in the cache
+_BATCH_BYTES = 12 * 2**20  # of all streams' side by side: more save no weights and leave the cache
 
 
 class Code2WavState:
@@ -171,10 +172,13 @@ class Qwen3Code2Wav:
             groups.setdefault((packed.counts[index], *pasts), []).append(index)
         samples: list[list[Tensor]] = [[] for _ in states]
         for members in groups.values():
-            streams = [packed.streams[index] for index in members]
-            for piece in self._slices(torch.stack([rows[index] for index in members])):
-                for index, wave in zip(members, self._wave(piece, streams), strict=True):
-                    samples[index].append(wave)
+            num_slices, width = self._slicing(packed.counts[members[0]], hidden.element_size())
+            for start in range(0, len(members), width):
+                batch = members[start : start + width]
+                streams = [packed.streams[index] for index in batch]
+                for piece in torch.stack([rows[index] for index in batch]).tensor_split(num_slices, dim=1):
+                    for index, wave in zip(batch, self._wave(piece, streams), strict=True):
+                        samples[index].append(wave)
         for state, frames in zip(states, codes, strict=True):
             state.num_frames += len(frames)
         return samples
@@ -199,12 +203,15 @@ class Qwen3Code2Wav:
             hidden, packed = upsampler(hidden, packed)
         return hidden, packed
 
-    def _slices(self, rows: Tensor) -> Sequence[Tensor]:
-        """Cut [num_streams, num_rows, hidden] in time so that the decoder's activations stay small."""
-        values_per_row = len(rows) * prod(self.config.upsample_rates) * self.config.last_channels
-        num_rows = rows.shape[1]
-        num_slices = -(-num_rows * values_per_row * rows.element_size() // _SLICE_BYTES)
-        return rows.tensor_split(min(max(num_slices, 1), num_rows), dim=1)
+    def _slicing(self, num_rows: int, value_bytes: int) -> tuple[int, int]:
+        """In how many slices of time the decoder takes `num_rows` rows, and how many streams at once.
+
+        The slices do not depend on the number of streams: with them would change the library's choice
+        of kernels, and with that the last bits.
+        """
+        stream_bytes = num_rows * prod(self.config.upsample_rates) * self.config.last_channels * value_bytes
+        num_slices = min(max(-(-stream_bytes // _SLICE_BYTES), 1), num_rows)
+        return num_slices, max(_BATCH_BYTES * num_slices // stream_bytes, 1)
 
     def _wave(self, rows: Tensor, streams: Sequence[Histories]) -> Tensor:
         """rows: [num_streams, num_rows, hidden].  Returns [num_streams, samples complete now]."""

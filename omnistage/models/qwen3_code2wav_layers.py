@@ -23,6 +23,17 @@ from omnistage.ops.rotary import rotate_
 _LAYER_NORM_EPS = 1e-6  # of the ConvNeXt blocks, as published
 
 
+def project(linear: Linear, rows: Tensor, residual: Tensor | None = None) -> Tensor:
+    """linear(rows), whose rows do not depend on their number: [num_rows, out_features].
+
+    oneDNN sums a single row in another order than the same row among several; a second one is added.
+    """
+    if rows.shape[0] > 1:
+        return linear(rows, residual)
+    doubled = None if residual is None else residual.repeat(2, 1)
+    return linear(rows.repeat(2, 1), doubled)[:1]
+
+
 @dataclass(frozen=True)
 class Packed:
     """New rows of several streams, one after another.
@@ -38,16 +49,17 @@ class Packed:
         """The same streams with `factor` rows for each."""
         return Packed(self.streams, [count * factor for count in self.counts])
 
-    def mask(self, num_past: int, count: int, reach: int) -> Tensor | None:
-        """[count, num_past + count], True where a new row sees a row: itself and `reach` before it.
+    def mask(self, num_past: int, count: int, reach: int, like: Tensor) -> Tensor | None:
+        """[count, num_past + count], added to the scores: a new row sees itself and `reach` rows before it.
 
-        None if all see all.
+        None if all see all.  In the dtype and on the device of `like`, the same for all calls.
         """
         key = (num_past, count, reach)
         if key not in self._masks:
-            visible = torch.ones(count, num_past + count, dtype=torch.bool)
+            visible = torch.ones(count, num_past + count, dtype=torch.bool, device=like.device)
             visible.tril_(num_past).triu_(num_past - reach)
-            self._masks[key] = None if bool(visible.all()) else visible
+            mask = like.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+            self._masks[key] = None if bool(visible.all()) else mask
         return self._masks[key]
 
 
@@ -70,26 +82,28 @@ class WindowedAttention:
         self, rows: Tensor, residual: Tensor, cosine: Tensor, sine: Tensor, packed: Packed
     ) -> Tensor:
         """rows: normalised, residual: not, both [num_rows, hidden].  Returns residual + attention."""
-        heads = self.qkv(rows).view(rows.shape[0], -1, self.head_dim)  # queries, then keys, then values
+        heads = project(self.qkv, rows).view(
+            rows.shape[0], -1, self.head_dim
+        )  # queries, then keys, then values
         rotate_(heads[:, : self.num_heads + self.num_kv_heads], cosine, sine)
         attended = [
             self._attend(histories, new, packed)
             for histories, new in zip(packed.streams, torch.split(heads, list(packed.counts)), strict=True)
         ]
-        return self.output(attended[0] if len(attended) == 1 else torch.cat(attended), residual)
+        return project(self.output, torch.cat(attended), residual)
 
     def _attend(self, histories: Histories, heads: Tensor, packed: Packed) -> Tensor:
         """heads: one stream's, [count, num_heads + 2 * num_kv_heads, head_dim]."""
         count = heads.shape[0]
         context = self.past.extend(histories, heads[:, self.num_heads :].flatten(1))
-        mask = packed.mask(context.shape[0] - count, count, self.past.num_rows)
+        mask = packed.mask(context.shape[0] - count, count, self.past.num_rows, heads)
         context = context.view(context.shape[0], -1, self.head_dim)
         keys, values = context.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
         attended = F.scaled_dot_product_attention(
             heads[:, : self.num_heads].transpose(0, 1).unsqueeze(0),  # [1, num_heads, count, head_dim]
             keys,
             values,
-            attn_mask=None if mask is None else mask.to(heads.device),
+            attn_mask=mask,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return attended.squeeze(0).transpose(0, 1).reshape(count, -1)
@@ -110,7 +124,8 @@ class TransformerLayer:
         """hidden: [num_rows, hidden_size].  Returns the same shape."""
         normed = rms_norm(hidden, self.attention_norm, self.eps)
         hidden = self.attention(normed, hidden, cosine, sine, packed)
-        return self.down(swiglu(self.gate_up(rms_norm(hidden, self.mlp_norm, self.eps))), hidden)
+        normed = rms_norm(hidden, self.mlp_norm, self.eps)
+        return project(self.down, swiglu(project(self.gate_up, normed)), hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +146,12 @@ class ConvNextUpsampler:
     def __call__(self, rows: Tensor, packed: Packed) -> tuple[Tensor, Packed]:
         """rows: [num_rows, channels].  Returns [num_rows * factor, channels] and whose they are."""
         packed = packed.upsampled(self.factor)
-        rows = self.expand(rows).view(-1, rows.shape[1])
+        rows = project(self.expand, rows).view(-1, rows.shape[1])
         mixed = self._mix(rows, packed)
         normed = F.layer_norm(
             mixed, self.norm_weight.shape, self.norm_weight, self.norm_bias, _LAYER_NORM_EPS
         )
-        return self.narrow(F.gelu(self.widen(normed)), rows), packed
+        return project(self.narrow, F.gelu(project(self.widen, normed)), rows), packed
 
     def _mix(self, rows: Tensor, packed: Packed) -> Tensor:
         """The depthwise convolution of every stream in one call: what straddles two streams is dropped."""

@@ -26,7 +26,11 @@ from omnistage.models.qwen3_vision_tower import Patches
 
 @dataclass(frozen=True)
 class VideoPatches:
-    """A video for the vision tower.  second_per_grid: seconds between its frame pairs."""
+    """A video for the vision tower.
+
+    second_per_grid: seconds between its frame pairs.  The reference rounds it to float32 before it
+    computes positions, but not before it sorts a sound track between the frames.
+    """
 
     patches: Patches
     second_per_grid: float

@@ -39,6 +39,7 @@ from omnistage.ops.linear import Linear
 
 NORM_EPS = 1e-6
 ROTARY_THETA = 10_000.0
+MIN_MERGE_ROWS = 32  # of a slice; a merger does several times the work of a block in a row
 IGNORED_SUFFIXES = ("rotary_pos_emb.inv_freq",)  # computed; some checkpoints store it
 # What config.json may leave out: the architecture class of the published models.
 DEFAULTS: dict[str, Any] = {
@@ -261,7 +262,7 @@ class Qwen3VisionTower:
             self._check(item)
         results = [self._empty(self.num_tokens(item.grid)) for item in items]
         for pack in self._packs(items):
-            hidden, rotation = self._start(pack, items)
+            hidden, rotation = yield from self._start(pack, items, pace)
             groups = group_segments([run.frame_rows for run in pack for _ in range(run.num_frames)])
             taken = 0
             for index, block in enumerate(self._blocks):
@@ -310,43 +311,62 @@ class Qwen3VisionTower:
                 first += count
         return packs
 
-    def _start(self, pack: list[_Run], items: Sequence[Patches]) -> tuple[Tensor, Rotation]:
+    def _start(
+        self, pack: list[_Run], items: Sequence[Patches], pace: Pace
+    ) -> Sliced[tuple[Tensor, Rotation]]:
         """Embedded patches with their learned positions [num_rows, hidden], and their rotary positions."""
-        pixels, learned, angles = [], [], []
+        embedded, angles = [], []
         for run in pack:
-            first = run.first_frame * run.frame_rows
-            pixels.append(items[run.item].pixels[first : first + run.num_rows].to(self.device, self.dtype))
             places = _places(run.height, run.width, self.config.merge_size).to(self.device)
-            learned.append(self._learned(run, places).to(self.dtype).repeat(run.num_frames, 1))
+            first = run.first_frame * run.frame_rows
+            pixels = items[run.item].pixels[first : first + run.num_rows]
+            embedded.append((yield from self._embed_run(run, pixels, places, pace)))
             turned = (places[:, :, None] * self._frequencies).flatten(1)  # [frame_rows, head_dim / 2]
             angles.append(turned.repeat(run.num_frames, 1))
-        return self._embed(torch.cat(pixels), torch.cat(learned)), Rotation.of(torch.cat(angles))
+        return torch.cat(embedded), Rotation.of(torch.cat(angles))
+
+    def _embed_run(self, run: _Run, pixels: Tensor, places: Tensor, pace: Pace) -> Sliced[Tensor]:
+        """[num_rows, hidden].  pixels: [num_rows, patch_dim].  places: from `_places`."""
+        hidden = self.config.hidden_size
+        learned = yield from in_slices(
+            lambda rows: self._learned(run, places[rows]), run.frame_rows, 40.0 * hidden, pace
+        )
+        learned = learned.repeat(run.num_frames, 1)
+
+        def embed(rows: slice) -> Tensor:
+            return self._embed(pixels[rows].to(self.device, self.dtype), learned[rows])
+
+        return (yield from in_slices(embed, run.num_rows, 2.0 * hidden * self.config.patch_dim, pace))
 
     def _learned(self, run: _Run, places: Tensor) -> Tensor:
         """The grid of learned positions, stretched over a frame pair so that the corners meet.
 
-        places: from `_places`.  Returns [frame_rows, hidden], float32, bilinearly interpolated.
+        places: rows and columns of patches [num_rows, 2].  Returns [num_rows, hidden], interpolated
+        bilinearly in float32.
         """
         side = self.config.num_positions_per_side
         steps = torch.tensor([max(run.height - 1, 1), max(run.width - 1, 1)], device=self.device)
         exact = places * (side - 1) / steps
         lower = exact.floor()
-        above = exact - lower  # [frame_rows, 2]
-        corner = lower.long()
-        row, column = corner.unbind(1)
-        next_row, next_column = (corner + 1).clamp_max(side - 1).unbind(1)
-        (down, right), (up, left) = above.unbind(1), (1 - above).unbind(1)
+        (down, right), (up, left) = (exact - lower).unbind(1), (1 - (exact - lower)).unbind(1)
+        row, column = lower.long().unbind(1)
+        next_row, next_column = (lower.long() + 1).clamp_max(side - 1).unbind(1)
         corners = ((row, column), (row, next_column), (next_row, column), (next_row, next_column))
         indices = torch.stack([r * side + c for r, c in corners], 1)
         shares = torch.stack((up * left, up * right, down * left, down * right), 1)
-        return F.embedding_bag(indices, self._positions, per_sample_weights=shares, mode="sum")
+        rows = F.embedding_bag(indices, self._positions, per_sample_weights=shares, mode="sum")
+        return rows.to(self.dtype)
 
     def _merge(self, merger: Merger, hidden: Tensor, pace: Pace) -> Sliced[Tensor]:
         """hidden: [num_rows, hidden].  Returns [num_rows / patches of a square, output_size]."""
         squares = hidden.view(-1, self._square, self.config.hidden_size)
         joined = self._square * self.config.hidden_size
         flops = 2.0 * joined * (joined + self.config.output_size)
-        return (yield from in_slices(lambda rows: merger(squares[rows]), len(squares), flops, pace))
+        return (
+            yield from in_slices(
+                lambda rows: merger(squares[rows]), len(squares), flops, pace, MIN_MERGE_ROWS
+            )
+        )
 
     def _hand_out(self, rows: Tensor, pack: list[_Run], targets: Sequence[Tensor]) -> None:
         """Copy a pack's rows to where its items want them.  targets: by item, [num_tokens, output_size]."""

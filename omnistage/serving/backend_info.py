@@ -17,7 +17,10 @@ Facts = dict[str, Scalar | list[str]]
 
 def describe(spec: PipelineSpec, replicas: ReplicaTable, model_dir: str) -> BackendInfo:
     """Facts of the pipeline once its workers are ready; before, what the graph alone says."""
-    facts: dict[str, Facts] = {stage: table[0].info for stage, table in replicas.by_stage.items()}
+    facts: dict[str, Facts] = {
+        stage: next((replica.info for replica in table if replica.info), {})
+        for stage, table in replicas.by_stage.items()
+    }
     stages = topological_order(spec)
     encoders = {
         str(facts[stage]["modality"]): stage

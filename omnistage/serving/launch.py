@@ -83,10 +83,12 @@ async def start_pipeline(spec: PipelineSpec, options: LaunchOptions | None = Non
 
     On leaving, requests under way may finish within drain_seconds; then every worker is ended, and
     sockets, shared memory and the run directory are removed.
-    Raises WeightsError if the model is missing, TransportError if a port or key is unusable.
+    Raises PipelineError if the pipeline cannot run so, WeightsError if the model is missing,
+    TransportError if a port or key is unusable.
     """
     chosen = options or LaunchOptions()
     refuse_unsupported(spec)
+    _check_remote(spec, chosen)
     model_dir = str(resolve_model(spec.model)) if spec.model else ""
     _make_keys(chosen)
     run_id = secrets.token_hex(4)
@@ -171,6 +173,16 @@ def refuse_unsupported(spec: PipelineSpec) -> None:
             problems.append(f"{name}.colocate is {stage.colocate!r}, but every stage has its own process yet")
     if problems:
         raise PipelineError(f"pipeline {spec.name!r} cannot run: {'; '.join(problems)}")
+
+
+def _check_remote(spec: PipelineSpec, options: LaunchOptions) -> None:
+    """Raises PipelineError if workers are to join and have nowhere to."""
+    remote = [name for name, stage in spec.stages.items() if stage.placement == "remote"]
+    if remote and (options.mode == "threads" or not (options.listen or options.transport == "tcp")):
+        raise PipelineError(
+            f"the workers of {', '.join(remote)} join from other hosts (placement: remote), but the server "
+            "listens for none; give --listen tcp://HOST:PORT, or leave the placement out"
+        )
 
 
 def _template(

@@ -33,7 +33,7 @@ from omnistage.serving.chat_protocol import ChatCompletionRequest
 from omnistage.serving.chat_request import prepare_chat
 from omnistage.serving.launch import LaunchOptions, Pipeline, ensure_weights, start_pipeline
 from omnistage.serving.protocol import parse_body
-from omnistage.serving.requests import AudioDelta, Done, Event, RequestStream, TextDelta
+from omnistage.serving.requests import AudioDelta, Done, Event, GenerateRequest, RequestStream, TextDelta
 from omnistage.serving.service import Service
 from omnistage.serving.settings import MediaSettings, ServerSettings
 from omnistage.types import FinishReason, StageTiming, Usage
@@ -44,7 +44,10 @@ Request = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A whole answer.  audio: None if none was asked for.  seed: what makes it reproducible."""
+    """A whole answer.  audio: None if none was asked for, empty if there is nothing to say aloud.
+
+    seed: what makes it reproducible.
+    """
 
     text: str
     audio: Pcm | None
@@ -163,7 +166,7 @@ class Omni:
             await self._stop.wait()
         await self._service.media.aclose()  # requests under way may still load media until here
 
-    async def _submit(self, request: Request) -> tuple[RequestStream, int]:
+    async def _submit(self, request: Request) -> tuple[RequestStream, GenerateRequest]:
         fields = {"model": self.spec.name, **request}
         if "audio" in (fields.get("modalities") or ()):
             fields.setdefault("audio", {"format": "wav"})  # events carry samples, whatever the format
@@ -173,7 +176,7 @@ class Omni:
             raise InvalidRequest(
                 f"'n' is {body.n}, but a request has one answer here; send it {body.n} times", param="n"
             )
-        return self._service.backend.submit(job.requests[0]), job.requests[0].seed
+        return self._service.backend.submit(job.requests[0]), job.requests[0]
 
     async def _generate(self, requests: Sequence[Request]) -> list[Answer]:
         results = await asyncio.gather(*map(self._collect, requests), return_exceptions=True)
@@ -183,10 +186,10 @@ class Omni:
         return [result for result in results if isinstance(result, Answer)]
 
     async def _collect(self, request: Request) -> Answer:
-        stream, seed = await self._submit(request)
-        text, sample_rate = "", 0
+        stream, submitted = await self._submit(request)
+        text = ""
         token_ids: list[int] = []
-        pcm: list[NDArray[np.float32]] = []
+        pcm: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
         done: Done | None = None
         async with contextlib.aclosing(stream):
             async for event in stream:
@@ -196,12 +199,20 @@ class Omni:
                         token_ids.extend(event.token_ids)
                     case AudioDelta():
                         pcm.append(event.pcm)
-                        sample_rate = event.sample_rate
                     case Done():
                         done = event
         assert done is not None, "a stream that raises nothing ends with Done"
-        audio = Pcm(np.concatenate(pcm), sample_rate) if pcm else None
-        return Answer(text, audio, tuple(token_ids), done.finish_reason, done.usage, done.timings, seed)
+        wants_audio = "audio" in submitted.outputs
+        sample_rate = self.pipeline.orchestrator.info.sample_rate
+        return Answer(
+            text=text,
+            audio=Pcm(np.concatenate(pcm), sample_rate) if wants_audio else None,
+            token_ids=tuple(token_ids),
+            finish_reason=done.finish_reason,
+            usage=done.usage,
+            timings=done.timings,
+            seed=submitted.seed,
+        )
 
 
 async def _next(events: AsyncIterator[Event]) -> Event | None:

@@ -39,9 +39,9 @@ from omnistage.transport.messages import (
 
 logger = logging.getLogger(__name__)
 
-QUICK_DEATH_SECONDS = 10.0  # a worker that dies sooner after its start is likely to die again
+QUICK_DEATH_SECONDS = 10.0  # after its start, and without a request to blame
 MAX_QUICK_DEATHS = 5
-BACKOFF_SECONDS = 0.1  # before the second quick restart, doubled for each one more
+BACKOFF_SECONDS = 0.1  # before the restart that follows the second quick death, doubled for each one more
 SHUTDOWN_SECONDS = 5.0
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
@@ -175,8 +175,10 @@ class Supervisor:
             self._remove_leftovers(name)
             return
         starts = self._starts[replica.name]
-        is_quick = replica.state is not ReplicaState.READY
-        is_quick = is_quick or time.monotonic() - starts.at < QUICK_DEATH_SECONDS
+        # It never served, or had nothing to do: the next one would die of the same cause.  What a request
+        # causes is bounded by that request's replay budget.
+        is_new = time.monotonic() - starts.at < QUICK_DEATH_SECONDS
+        is_quick = replica.state is not ReplicaState.READY or (is_new and not replica.held)
         self._lose(replica)
         if replica.state is ReplicaState.FAILED:
             return
@@ -197,7 +199,8 @@ class Supervisor:
 
     async def _respawn(self, replica: Replica, delay: float) -> None:
         await asyncio.sleep(delay)  # back-off, so that a broken model does not burn the machine
-        self._spawn(replica)
+        if replica.state is not ReplicaState.FAILED:
+            self._spawn(replica)
 
     def _lose(self, replica: Replica) -> None:
         """Everything the process held is gone; its requests are replayed."""
@@ -258,7 +261,7 @@ class Supervisor:
 
     def _on_hello(self, address: str, hello: Hello) -> None:
         replica = self._by_worker.get(hello.worker) or self._adopt(hello)
-        if replica is None:
+        if replica is None or self._is_closing:
             logger.warning("worker %s of stage %r is not needed", hello.worker, hello.stage)
             self._tell(address, Shutdown())
             return
@@ -321,9 +324,9 @@ class Supervisor:
 
     async def _watch_remote(self) -> None:
         """Heartbeats for workers on other hosts, whose processes nobody here can watch."""
-        while True:
+        while not self._is_closing:
             await asyncio.sleep(self._heartbeat_seconds)  # the beat itself, not a wait for something
-            for replica in list(self._by_worker.values()):
+            for replica in () if self._is_closing else list(self._by_worker.values()):
                 if replica.stage.placement != "remote" or not replica.address:
                     continue
                 is_loading = replica.state is ReplicaState.LOADING

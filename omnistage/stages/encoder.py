@@ -21,6 +21,10 @@ from omnistage.stages.stage import Outbox, StageContext
 from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import Media, Payload, Scalar
 
+# Items computed together.  All of a batch are done at its end, and larger ones are hardly faster per item:
+# of 16 spoken clips on a CPU the last is heard after 8 s at any size, the average after 5.5 s, not 8.
+MAX_BATCH = 4
+
 Waiter = tuple[RequestKey, int]  # a request, and the index of the item among its media
 
 
@@ -40,7 +44,7 @@ class EncoderStage:
     def __init__(self, context: StageContext, model: EncoderModel) -> None:
         self._context = context
         self._model = model
-        self._max_batch = context.spec.max_num_seqs
+        self._max_batch = min(context.spec.max_num_seqs, MAX_BATCH)
         self._cache = EncoderCache(
             max_bytes=context.spec.encoder_cache, share=context.share, unshare=context.unshare
         )
@@ -76,7 +80,7 @@ class EncoderStage:
         )
 
     def abort(self, key: RequestKey) -> None:
-        """One waiter's abort never cancels the others; an item nobody waits for is dropped from the queue."""
+        """One waiter's abort never cancels the others; an item nobody waits for is dropped if it can be."""
         if self._open.pop(key, None) is None:
             return
         self._ready = [(waiter, payload) for waiter, payload in self._ready if waiter[0] != key]
@@ -84,6 +88,8 @@ class EncoderStage:
             item.waiters = [waiter for waiter in item.waiters if waiter[0] != key]
         for media_key in [name for name, item in self._queued.items() if not item.waiters]:
             del self._queued[media_key]
+        if self._work is None:
+            self._running = [item for item in self._running if item.waiters]
 
     def deadline(self) -> float | None:
         if self._ready:
@@ -136,6 +142,13 @@ class EncoderStage:
 
     def _start_batch(self, outbox: Outbox) -> None:
         """Decode one queued item; start the batch once it is full or nothing else is queued."""
+        if self._queued:  # empty if the last one was aborted after others had been decoded
+            self._decode_next(outbox)
+        if self._running and (not self._queued or len(self._running) >= self._max_batch):
+            prepared: Sequence[Any] = [running.prepared for running in self._running]
+            self._work = self._model.encode(prepared)
+
+    def _decode_next(self, outbox: Outbox) -> None:
         _, item = self._queued.popitem(last=False)
         try:
             item.prepared = self._prepare(item.media)
@@ -146,9 +159,6 @@ class EncoderStage:
                 outbox.end(key, error=error)
         else:
             self._running.append(item)
-        if self._running and (not self._queued or len(self._running) >= self._max_batch):
-            prepared: Sequence[Any] = [running.prepared for running in self._running]
-            self._work = self._model.encode(prepared)
 
     def _prepare(self, media: Media) -> Any:
         if self._model.modality == "image":

@@ -10,7 +10,6 @@ import dataclasses
 import os
 import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -150,9 +149,7 @@ async def test_a_killed_nursery_takes_its_workers_along_and_all_are_replayed(
     await until(lambda: num_descriptors() == opened, lambda: f"{num_descriptors()} descriptors, not {opened}")
 
 
-async def test_a_killed_lease_broker_is_replaced_and_used(
-    pipeline: Pipeline, undisturbed: dict[str, Answer]
-):
+async def test_a_killed_lease_broker_is_replaced_and_used(pipeline: Pipeline, undisturbed: dict[str, Answer]):
     await settled(pipeline)
     running, opened = pids(pipeline), num_descriptors()
     broker = child_running("lease_broker")
@@ -169,8 +166,9 @@ async def test_a_killed_lease_broker_is_replaced_and_used(
     assert successor != broker
     assert_same(await ask_all(pipeline), undisturbed, tolerance=1e-5)
     # Each worker has a connection to it, beside its listener, its selector and its standard streams.
-    sockets = [os.readlink(entry) for entry in Path(f"/proc/{successor}/fd").iterdir()]
-    assert sum(name.startswith("socket:") for name in sockets) == 1 + len(STAGES)
+    folder = f"/proc/{successor}/fd"
+    opened_there = [os.readlink(f"{folder}/{number}") for number in os.listdir(folder)]
+    assert sum(name.startswith("socket:") for name in opened_there) == 1 + len(STAGES)
     await settled(pipeline)
     await until(lambda: num_descriptors() == opened, lambda: f"{num_descriptors()} descriptors, not {opened}")
 

@@ -92,7 +92,9 @@ def test_a_killed_server_leaves_no_process_and_no_file(home: Path, starter_dir: 
         family = descendants(server.pid)
         assert workers <= family.keys()
         assert {"nursery", "lease_broker", "espeak_process"} <= {
-            word for command in family.values() for word in ("nursery", "lease_broker", "espeak_process")
+            word
+            for command in family.values()
+            for word in ("nursery", "lease_broker", "espeak_process")
             if word in command
         }
         assert list(home.glob("omnistage-*"))
@@ -132,7 +134,9 @@ def test_ctrl_c_while_loading_ends_everything(home: Path, starter_dir: Path):
     before = holdings().segments
     port = free_port()
     with running(cli("serve", "starter", "--port", str(port)), home) as server:
-        wait_for(lambda: any("nursery" in one for one in descendants(server.pid).values()), lambda: "no nursery")
+        wait_for(
+            lambda: any("nursery" in one for one in descendants(server.pid).values()), lambda: "no nursery"
+        )
         wait_for(lambda: is_answering(f"http://127.0.0.1:{port}/health"), lambda: "no answer")
         family = descendants(server.pid)
         began = time.monotonic()

@@ -34,6 +34,7 @@ MEDIA = ROOT / "examples" / "media"
 DATA = ROOT / "tests" / "data"
 
 SETTLE_SECONDS = 20.0
+PATIENCE = 180.0  # seconds; what takes longer hangs
 ORCHESTRATOR_COUNTS = ("active_requests", "waiting_requests")  # of what is under way
 STAGE_COUNTS = ("assigned_requests", "open_requests", "requests", "running", "queued", "tensors_held")
 
@@ -140,7 +141,7 @@ class Starter:
         return asyncio.run_coroutine_threadsafe(work, self.omni._loop)
 
     def run(self, work):
-        return self.start(work).result()
+        return self.start(work).result(PATIENCE)
 
     def ask(self, *bodies):
         """Send all requests at once; their replies in order.  Raises the first error."""

@@ -227,7 +227,7 @@ def test_a_storm_leaves_nothing_behind(starter, no_leaks):
     async def storm():
         return await asyncio.gather(*work)
 
-    assert starter.run(storm()).count(True) > STORM / 4
+    assert starter.run(storm()).count(True) > STORM / 8  # left in the middle
 
     now = starter.gauges()
     assert now["thinker"]["kv_blocks_used"] == before["thinker"]["kv_blocks_used"] == 0

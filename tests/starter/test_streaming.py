@@ -8,7 +8,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from omnistage.errors import Draining
+from omnistage.errors import Draining, RequestFailed
 from omnistage.serving import dispatch
 from omnistage.serving.requests import AudioDelta, TextDelta
 from tests.starter.asking import AUDIO, chat, reply_of, speech, until
@@ -97,6 +97,19 @@ def test_unread_speech_holds_back_the_vocoder_and_not_the_text(starter, few_cred
     made, reply = starter.run(read_text_only())
     assert len(reply.token_ids) == 48
     assert made <= (24 + 64 + 64) * 256 < reply.pcm.size  # three chunks of frames of 256 samples
+
+
+def test_an_answer_of_nothing_speakable_is_silent(starter, tmp_path):
+    """The first token of an emoji is no character yet."""
+    [answer] = starter.omni.generate([chat("Repeat: 🌞", max_tokens=1, **AUDIO)])
+    assert answer.text == "\ufffd"
+    assert answer.audio.samples.size == 0
+    answer.save_audio(tmp_path / "silence.wav")
+    assert (tmp_path / "silence.wav").read_bytes()[:4] == b"RIFF"
+    [silent] = starter.omni.generate([chat("Hello.", max_tokens=4)])
+    assert silent.audio is None
+    with pytest.raises(RequestFailed, match="modalities"):
+        silent.save_audio(tmp_path / "none.wav")
 
 
 def test_leaving_a_stream_early_aborts_it(starter):

@@ -4,7 +4,7 @@ All layers are causal, so a stream is its layers' past: the keys and values of t
 the last rows of every convolution.  A transposed convolution's last outputs lack the next frame; they
 come with it.  After n frames the samples [0, n * hop - trim) are out (hop 1920 and trim 555 as
 published), which is all that the one-pass decode of n frames gives: the end of an utterance flushes
-nothing.  Method: arXiv 2509.17765, section 2.5; numbers as transformers' Qwen3OmniMoeCode2Wav.
+nothing.  Method: arXiv 2509.17765; numbers as transformers' Qwen3OmniMoeCode2Wav.
 Knows no stage and no transport.
 """
 
@@ -106,6 +106,7 @@ class Qwen3Code2Wav:
         rounding, measured below 1e-6).  If it raises, no state has changed.
         """
         assert len({id(state) for state in states}) == len(states), "an utterance comes once per batch"
+        assert len(states) == len(is_last_list)
         codes = [self._checked(state, frames) for state, frames in zip(states, frames_list, strict=True)]
         pieces: list[list[Tensor]] = [[] for _ in states]
         for start in range(0, max((len(rows) for rows in codes), default=0), _FRAMES_PER_PASS):

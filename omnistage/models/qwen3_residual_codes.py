@@ -1,0 +1,186 @@
+"""Qwen3-Omni's residual-code predictor: of one frame's first code, the codes of all other codebooks.
+
+A small decoder runs over one short row of its own per frame: the talker's hidden state, the first
+code, then one code after the other (arXiv 2509.17765).  Rows of several requests run together.
+Knows rows and codes; no request, and nothing of what precedes a frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from omnistage.errors import WeightsError
+from omnistage.models.fused_weights import FusedWeights
+from omnistage.models.qwen3_text import TextConfig, TextLayers
+from omnistage.ops.attention import AttentionMetadata, DecodeGroup, PagedKVCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeSampling:
+    """How the residual codes of one request's frame are picked.
+
+    temperature: 0 takes the most probable code.  top_k: 0 keeps all.
+    seed, choice, stage, position: with the codebook they are all that the noise depends on.
+    position: the frame's index in the request.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 50
+    top_p: float = 0.8
+    seed: int = 0
+    choice: int = 0
+    stage: str = "talker"
+    position: int = 0
+
+    def uniform(self, codebook: int) -> float:
+        """A number in [0, 1) that depends on its key alone."""
+        key = f"{self.seed}/{self.choice}/{self.stage}/{self.position}/{codebook}".encode()
+        return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) >> 11) * 2.0**-53
+
+
+GREEDY = CodeSampling()
+
+
+class CodePicker:
+    """Picks one code per row.  Draws depend on the row and its key alone."""
+
+    def __init__(self, samplings: Sequence[CodeSampling]) -> None:
+        self._drawn = [index for index, item in enumerate(samplings) if item.temperature > 0]
+        self._samplings = [samplings[index] for index in self._drawn]
+        self._temperature = torch.tensor([[item.temperature] for item in self._samplings])
+        self._top_k = torch.tensor([[item.top_k] for item in self._samplings])
+        self._top_p = torch.tensor([[item.top_p] for item in self._samplings])
+
+    def __call__(self, logits: Tensor, codebook: int) -> Tensor:
+        """logits: [num_rows, codebook_size].  Returns [num_rows], int64."""
+        codes = logits.argmax(-1)
+        if self._drawn:
+            every = len(self._drawn) == logits.shape[0]
+            scores = (logits if every else logits[self._drawn]).float() / self._temperature
+            codes[self._drawn] = self._draw(scores, codebook)
+        return codes
+
+    def _draw(self, scores: Tensor, codebook: int) -> Tensor:
+        """Top-k, then top-p of what that leaves (arXiv 1904.09751), then inverse transform by code order.
+
+        Candidates are cut by a threshold on the score, so that nothing depends on a sort's order of equals.
+        """
+        size = scores.shape[1]
+        top_k = torch.where(self._top_k > 0, self._top_k.clamp(max=size), size)
+        best = scores.topk(int(top_k.max()), dim=-1).values  # descending
+        best = best.masked_fill(torch.arange(best.shape[1]) >= top_k, -torch.inf)
+        mass = best.softmax(-1)
+        is_kept = (mass.cumsum(-1) - mass < self._top_p) & (best > -torch.inf)
+        last = is_kept.sum(-1, keepdim=True).clamp_(min=1) - 1
+        cumulative = scores.masked_fill(scores < best.gather(1, last), -torch.inf).softmax(-1).cumsum(-1)
+        total = cumulative[:, -1:]
+        uniform = torch.tensor([[item.uniform(codebook)] for item in self._samplings])
+        target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+
+
+@dataclass(frozen=True)
+class ResidualConfig:
+    """num_groups: codes of a frame, the first included.  codebook_size: of each of the others."""
+
+    text: TextConfig
+    num_groups: int
+    codebook_size: int
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], num_groups: int) -> ResidualConfig:
+        """values: code_predictor_config.  num_groups: the talker's.  Raises WeightsError."""
+        own = int(values.get("num_code_groups", num_groups))
+        if own != num_groups or num_groups < 2:
+            raise WeightsError(
+                f"the talker has {num_groups} code groups and its code predictor {own}; "
+                "both must be the same and at least 2"
+            )
+        text = TextConfig.from_json({**values, "num_experts": 0})
+        return cls(text, num_groups, text.vocab_size)
+
+
+class ResidualCodePredictor:
+    """Keeps the keys and values of the frame it works on, and no state between frames."""
+
+    def __init__(self, config: ResidualConfig, weights: FusedWeights) -> None:
+        """weights: names from "model" and "lm_head" on.  Raises WeightsError."""
+        self.config = config
+        size, hidden = config.codebook_size, config.text.hidden_size
+        codebooks = range(config.num_groups - 1)
+        self._layers = TextLayers(config.text, weights.within("model."))
+        self._tables = [
+            weights.tensor(f"model.codec_embedding.{index}.weight", size, hidden) for index in codebooks
+        ]
+        self._heads = [weights.stacked([(f"lm_head.{index}.weight", size)], hidden) for index in codebooks]
+        self._rotation = self._layers.rotation(torch.arange(config.num_groups))
+        self._cache = self._new_cache(1)
+        self._steps: dict[int, list[_Step]] = {}  # by the number of requests
+
+    def __call__(self, hidden: Tensor, first: Tensor, pick: CodePicker) -> tuple[Tensor, Tensor]:
+        """One frame of several requests.
+
+        hidden: the talker's after its final norm, first: embeddings of the first codes, both
+        [num_requests, hidden].  Returns the other codes [num_requests, num_groups - 1], int64, and the
+        sum of all codes' embeddings [num_requests, hidden].
+        """
+        num_requests = hidden.shape[0]
+        rows = torch.cat((hidden, first))
+        total = first
+        codes = []
+        for index, step in enumerate(self._plan(num_requests)):
+            rows, _ = self._layers.run(rows, step.rotation, step.metadata)
+            code = pick(self._heads[index](self._layers.normalise(rows[-num_requests:])), index + 1)
+            codes.append(code)
+            rows = F.embedding(code, self._tables[index])
+            total = total + rows
+        return torch.stack(codes, dim=1), total
+
+    def _new_cache(self, num_requests: int) -> PagedKVCache:
+        """One block per request, as long as a frame."""
+        text = self.config.text
+        return PagedKVCache(
+            num_layers=text.num_layers,
+            num_blocks=num_requests,
+            block_size=self.config.num_groups,
+            num_kv_heads=text.num_kv_heads,
+            head_dim=text.head_dim,
+            dtype=self._layers.dtype,
+        )
+
+    def _plan(self, num_requests: int) -> list[_Step]:
+        """The steps of a frame, which are the same for every frame of as many requests."""
+        if num_requests > self._cache.num_blocks:
+            self._cache = self._new_cache(max(num_requests, 2 * self._cache.num_blocks))
+            self._steps.clear()
+        if num_requests not in self._steps:
+            # The first step has two rows of each request: all rows at 0, then all at 1, which see those.
+            positions = [(0, 1), *((index,) for index in range(2, self.config.num_groups))]
+            self._steps[num_requests] = [self._step(step, num_requests) for step in positions]
+        return self._steps[num_requests]
+
+    def _step(self, positions: tuple[int, ...], num_requests: int) -> _Step:
+        length = self.config.num_groups
+        blocks = slice(0, num_requests)
+        groups = tuple(
+            DecodeGroup(index * num_requests, num_requests, blocks, position + 1, None)
+            for index, position in enumerate(positions)
+        )
+        firsts = torch.arange(num_requests) * length
+        slots = torch.cat([firsts + position for position in positions])
+        rows = torch.tensor(positions).repeat_interleave(num_requests)
+        cosine, sine = self._rotation
+        return _Step((cosine[rows], sine[rows]), AttentionMetadata(self._cache, slots, groups, ()))
+
+
+@dataclass(frozen=True)
+class _Step:
+    rotation: tuple[Tensor, Tensor]
+    metadata: AttentionMetadata

@@ -51,11 +51,11 @@ def say(client: OpenAI, text: str, path: Path) -> None:
 
 def main() -> None:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
-    client = OpenAI(base_url=url, api_key="unused")
-    ask(client)
-    say(client, "The quick brown fox jumps over the lazy dog.", Path("fox.mp3"))
-    with open("fox.mp3", "rb") as clip:
-        print(client.audio.transcriptions.create(model="starter", file=clip).text)
+    with OpenAI(base_url=url, api_key="unused") as client:
+        ask(client)
+        say(client, "The quick brown fox jumps over the lazy dog.", Path("fox.mp3"))
+        with open("fox.mp3", "rb") as clip:
+            print(client.audio.transcriptions.create(model="starter", file=clip).text)
 
 
 if __name__ == "__main__":

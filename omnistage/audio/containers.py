@@ -151,7 +151,8 @@ def _mono_blocks(
                 "the audio changes its sample rate or channels midway; convert it to one format"
             ) from error
         for part in converted:
-            yield rate, part.to_ndarray().mean(axis=0, dtype=np.float32)
+            with np.errstate(invalid="ignore", over="ignore"):  # decode() refuses what is not finite
+                yield rate, part.to_ndarray().mean(axis=0, dtype=np.float32)
 
 
 def encode(pcm: Pcm, audio_format: str) -> bytes:

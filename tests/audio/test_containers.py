@@ -285,6 +285,13 @@ def test_a_stream_header_is_not_taken_for_a_cut_file() -> None:
     assert decode(streamed("wav", tone()), max_seconds=5).duration == pytest.approx(1.0)
 
 
+def test_samples_that_are_no_numbers_are_refused() -> None:
+    data = bytearray(encode(Pcm(tone(0.3), RATE), "wav_f32"))
+    data[-4:] = b"\0\0\xc0\x7f"  # NaN, as IEEE 754 writes it
+    with pytest.raises(MediaError, match="not finite"):
+        decode(bytes(data), max_seconds=5)
+
+
 @pytest.mark.parametrize("audio_format", FILES)
 @given(damage=st.data())
 @settings(max_examples=25, deadline=None)

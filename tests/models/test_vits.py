@@ -36,6 +36,7 @@ PHONEMES = {"_": [0], "^": [1], "$": [2], " ": [3], ".": [4]} | {
 CONFIG: dict[str, Any] = {
     "model_type": "vits_acoustic",
     "voices": {"tiny": "en-us"},
+    "frame_rate": 86.0,
     "inference": {"noise_scale": 0.667, "length_scale": 1.0, "duration_noise_scale": 0.8},
     "text_encoder": {
         "num_symbols": 40,

@@ -1,10 +1,11 @@
 """The engine against transformers' generate(): same weights, same prompts, one run.
 
-    python benchmarks/engine.py --model DIR [--dtypes bfloat16 float32] [--threads 2]
+    python benchmarks/engine.py [--model DIR] [--dtypes bfloat16 float32] [--threads 2]
 
 Prints a markdown table of output tokens per second (prompt included in the time), medians over
-interleaved repeats.  transformers answers one request at a time; its aggregate over many requests is
-therefore its rate for one.  Needs a quiet machine: other load slows both sides, unevenly.
+interleaved repeats.  transformers serves requests one at a time, so its aggregate over many is its rate
+for one; the second column gives it all of them as one static batch of equal lengths, its best case.
+Needs a quiet machine: other load slows both sides, unevenly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers.utils import logging
 
 from omnistage.engine.engine import Engine, EngineConfig, EngineRequest, TokenRows
 from omnistage.models.decoder import load_decoder
+from omnistage.models.fetch import fetch_starter
 from omnistage.types import SamplingParams
 
 Prompt = tuple[int, ...]
@@ -29,7 +31,7 @@ Prompt = tuple[int, ...]
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face format")
+    parser.add_argument("--model", type=Path, help="directory in Hugging Face format; default: the starter")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
@@ -70,8 +72,8 @@ class Ours:
         return num_tokens
 
 
-def run_reference(model: PreTrainedModel, prompt: Prompt, num_output: int) -> int:
-    ids = torch.tensor([prompt])
+def run_reference(model: PreTrainedModel, prompts: list[Prompt], num_output: int) -> int:
+    ids = torch.tensor(prompts)
     with torch.inference_mode():
         output = model.generate(
             ids,
@@ -81,7 +83,7 @@ def run_reference(model: PreTrainedModel, prompt: Prompt, num_output: int) -> in
             do_sample=False,
             pad_token_id=0,
         )
-    return output.shape[1] - len(prompt)
+    return (output.shape[1] - ids.shape[1]) * len(prompts)
 
 
 def rate(run: Callable[[], int]) -> float:
@@ -102,17 +104,24 @@ def measure(arguments: argparse.Namespace, name: str) -> None:
     drawn = torch.randint(0, vocab_size, (most, arguments.prompt), generator=generator)
     prompts: list[Prompt] = [tuple(row) for row in drawn.tolist()]
     ours.run(prompts, 2)
-    run_reference(reference, prompts[0], 2)
-    reference_rates: list[float] = []
+    run_reference(reference, prompts, 2)
+    batch_rates: dict[int, list[float]] = {count: [] for count in arguments.concurrent}
     our_rates: dict[int, list[float]] = {count: [] for count in arguments.concurrent}
     for _ in range(arguments.repeats):
-        reference_rates.append(rate(lambda: run_reference(reference, prompts[0], arguments.output)))
-        for count, rates in our_rates.items():
-            rates.append(rate(lambda count=count: ours.run(prompts[:count], arguments.output)))
-    base = statistics.median(reference_rates)
-    for count, rates in our_rates.items():
-        median = statistics.median(rates)
-        print(f"| {name} | {count} | {base:.1f} | {median:.1f} | {median / base:.2f}x |", flush=True)
+        for count in arguments.concurrent:
+            some = prompts[:count]
+            batch_rates[count].append(
+                rate(lambda some=some: run_reference(reference, some, arguments.output))
+            )
+            our_rates[count].append(rate(lambda some=some: ours.run(some, arguments.output)))
+    one = statistics.median(batch_rates[arguments.concurrent[0]])
+    for count in arguments.concurrent:
+        batch, median = statistics.median(batch_rates[count]), statistics.median(our_rates[count])
+        print(
+            f"| {name} | {count} | {one:.1f} | {batch:.1f} | {median:.1f} | {median / one:.2f}x "
+            f"| {median / batch:.2f}x |",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -124,8 +133,12 @@ def main() -> None:
         f"{arguments.prompt}+{arguments.output} tokens a request, {arguments.threads} threads, "
         f"medians of {arguments.repeats}, load before {os.getloadavg()[0]:.2f}\n"
     )
-    print("| dtype | concurrent | transformers, one at a time (tok/s) | omnistage (tok/s) | ratio |")
-    print("|---|---|---|---|---|")
+    if arguments.model is None:
+        arguments.model = fetch_starter() / "thinker"
+    print(
+        "| dtype | concurrent | transformers, one at a time (tok/s) | as a static batch | omnistage "
+        "| to one at a time | to static batch |\n|---|---|---|---|---|---|---|"
+    )
     for name in arguments.dtypes:
         measure(arguments, name)
 

@@ -21,6 +21,11 @@ from omnistage.ops.activation import swiglu
 from omnistage.ops.linear import Linear
 
 
+def count_experts(values: Mapping[str, Any]) -> int:
+    """Experts of a layer, 0 for none.  Both spellings; the newer one is never filled in by a default."""
+    return int(values.get("num_local_experts") or values.get("num_experts") or 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
     """Sizes in elements.
@@ -38,7 +43,7 @@ class MixtureConfig:
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, has_shared: bool = False) -> MixtureConfig:
         """values: a text model's configuration.  Raises WeightsError, and KeyError for a missing key."""
-        num_experts = int(values.get("num_experts", values.get("num_local_experts", 0)))
+        num_experts = count_experts(values)
         config = cls(
             num_experts=num_experts,
             num_active=int(values["num_experts_per_tok"]),

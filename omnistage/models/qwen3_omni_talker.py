@@ -58,8 +58,9 @@ _TEXT_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
+    "rope_theta": 10_000.0,
     "moe_intermediate_size": 384,
+    "num_experts": 128,
     "num_experts_per_tok": 8,
 }
 _PREDICTOR_DEFAULTS: dict[str, Any] = {
@@ -134,8 +135,6 @@ class TalkerConfig:
 def _parse(config: Mapping[str, Any]) -> TalkerConfig:
     values = with_defaults(config["talker_config"], _TALKER_DEFAULTS)
     text_values = with_defaults(values["text_config"], _TEXT_DEFAULTS)
-    if not {"num_experts", "num_local_experts"} & set(text_values):
-        text_values["num_experts"] = 128
     rope = dict(text_values.get("rope_parameters") or text_values.get("rope_scaling") or {})
     rope.setdefault("mrope_section", _SECTIONS)
     text_values["rope_parameters"] = rope

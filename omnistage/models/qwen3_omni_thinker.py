@@ -58,7 +58,7 @@ _MOE_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
+    "rope_theta": 10_000.0,
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
     "num_experts": 128,

@@ -18,7 +18,7 @@ from torch import Tensor
 from omnistage.errors import WeightsError
 from omnistage.models.fused_weights import FusedWeights
 from omnistage.models.layers import Attention, GatedMLP
-from omnistage.models.mixture import Mixture, MixtureConfig, load_gated_mlp, load_mixture
+from omnistage.models.mixture import Mixture, MixtureConfig, count_experts, load_gated_mlp, load_mixture
 from omnistage.ops.attention import AttentionMetadata, PagedKVCache
 from omnistage.ops.linear import Linear
 from omnistage.ops.norm import rms_norm
@@ -102,7 +102,7 @@ def _parse(values: Mapping[str, Any], shares_expert: bool, is_mixed_throughout: 
 
 
 def _layers_with_experts(values: Mapping[str, Any], num_layers: int, always: bool) -> tuple[bool, ...]:
-    num_experts = int(values.get("num_experts", values.get("num_local_experts")) or 0)
+    num_experts = count_experts(values)
     step = int(values.get("decoder_sparse_step", 1))
     dense = set(values.get("mlp_only_layers") or ())
     return tuple(

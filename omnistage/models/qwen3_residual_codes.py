@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from omnistage.errors import WeightsError
@@ -49,41 +51,48 @@ GREEDY = CodeSampling()
 
 
 class CodePicker:
-    """Picks one code per row.  Draws depend on the row and its key alone."""
+    """Picks one code per row.  Draws depend on the row and its key alone.
+
+    In numpy, whose small operations on a CPU take a fraction of torch's time.
+    """
 
     def __init__(self, samplings: Sequence[CodeSampling]) -> None:
         self._drawn = [index for index, item in enumerate(samplings) if item.temperature > 0]
         self._samplings = [samplings[index] for index in self._drawn]
-        self._temperature = torch.tensor([[item.temperature] for item in self._samplings])
-        self._top_k = torch.tensor([[item.top_k] for item in self._samplings])
-        self._top_p = torch.tensor([[item.top_p] for item in self._samplings])
+        self._temperature = np.array([[item.temperature] for item in self._samplings], dtype=np.float32)
+        self._top_k = np.array([[item.top_k] for item in self._samplings])
+        self._top_p = np.array([[item.top_p] for item in self._samplings])
 
     def __call__(self, logits: Tensor, codebook: int) -> Tensor:
         """logits: [num_rows, codebook_size].  Returns [num_rows], int64."""
-        codes = logits.argmax(-1)
+        scores: NDArray[np.float32] = logits.float().numpy()
+        codes = scores.argmax(axis=1)
         if self._drawn:
-            every = len(self._drawn) == logits.shape[0]
-            scores = (logits if every else logits[self._drawn]).float() / self._temperature
-            codes[self._drawn] = self._draw(scores, codebook)
-        return codes
+            codes[self._drawn] = self._draw(scores[self._drawn] / self._temperature, codebook)
+        return torch.from_numpy(codes)
 
-    def _draw(self, scores: Tensor, codebook: int) -> Tensor:
+    def _draw(self, scores: NDArray[np.float32], codebook: int) -> NDArray[np.int64]:
         """Top-k, then top-p of what that leaves (arXiv 1904.09751), then inverse transform by code order.
 
         Candidates are cut by a threshold on the score, so that nothing depends on a sort's order of equals.
         """
         size = scores.shape[1]
-        top_k = torch.where(self._top_k > 0, self._top_k.clamp(max=size), size)
-        best = scores.topk(int(top_k.max()), dim=-1).values  # descending
-        best = best.masked_fill(torch.arange(best.shape[1]) >= top_k, -torch.inf)
-        mass = best.softmax(-1)
-        is_kept = (mass.cumsum(-1) - mass < self._top_p) & (best > -torch.inf)
-        last = is_kept.sum(-1, keepdim=True).clamp_(min=1) - 1
-        cumulative = scores.masked_fill(scores < best.gather(1, last), -torch.inf).softmax(-1).cumsum(-1)
+        top_k = np.where(self._top_k > 0, np.minimum(self._top_k, size), size)
+        width = int(top_k.max())
+        best = np.sort(np.partition(scores, size - width, axis=1)[:, size - width :], axis=1)[:, ::-1]
+        mass = np.exp(best - best[:, :1], dtype=np.float64)
+        mass[np.arange(width) >= top_k] = 0
+        mass /= mass.sum(axis=1, keepdims=True)
+        is_kept = (mass.cumsum(axis=1) - mass < self._top_p) & (mass > 0)
+        last = np.maximum(is_kept.sum(axis=1, keepdims=True), 1) - 1
+        weights = np.exp(scores - best[:, :1])
+        weights[scores < np.take_along_axis(best, last, axis=1)] = 0
+        cumulative = weights.cumsum(axis=1, dtype=np.float64)
+        uniform = np.array([[item.uniform(codebook)] for item in self._samplings])
         total = cumulative[:, -1:]
-        uniform = torch.tensor([[item.uniform(codebook)] for item in self._samplings])
-        target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-        return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+        target = np.minimum(uniform * total, np.nextafter(total, 0))  # rounding up to total
+        codes: NDArray[np.int64] = (cumulative <= target).sum(axis=1)  # the first one beyond the target
+        return codes
 
 
 @dataclass(frozen=True)
@@ -146,14 +155,15 @@ class ResidualCodePredictor:
     def _new_cache(self, num_requests: int) -> PagedKVCache:
         """One block per request, as long as a frame."""
         text = self.config.text
-        return PagedKVCache(
-            num_layers=text.num_layers,
-            num_blocks=num_requests,
-            block_size=self.config.num_groups,
-            num_kv_heads=text.num_kv_heads,
-            head_dim=text.head_dim,
-            dtype=self._layers.dtype,
-        )
+        with torch.inference_mode(False):  # so that it can be written to in either mode
+            return PagedKVCache(
+                num_layers=text.num_layers,
+                num_blocks=num_requests,
+                block_size=self.config.num_groups,
+                num_kv_heads=text.num_kv_heads,
+                head_dim=text.head_dim,
+                dtype=self._layers.dtype,
+            )
 
     def _plan(self, num_requests: int) -> list[_Step]:
         """The steps of a frame, which are the same for every frame of as many requests."""

@@ -48,8 +48,8 @@ from tests.models.qwen3_reference import (
     load,
     omni_answer,
 )
-from tests.models.qwen_checkpoints import init_weights, published_tensors, save_shards, write_json
-from tests.models.qwen_configs import omni_config
+from tests.models.qwen_checkpoints import ROLES, init_weights, published_tensors, save_shards, write_json
+from tests.models.qwen_configs import SPECIAL_TOKENS, omni_config
 
 TOLERANCE = 1e-4
 SPEAKER = "Ethan"
@@ -109,28 +109,25 @@ class Speech:
                 SuppressTokensLogitsProcessor(list(talker.talker_config.suppressed_codes)),
             ]
         )
+        self.pick()
 
-    def pick(self) -> bool:
-        """The next frame's first code.  False if the speech ends instead."""
+    def pick(self) -> None:
+        """The next frame's first code, or the end of the speech."""
         said = torch.tensor([self.first_codes], dtype=torch.int64)
-        self.first_codes.append(int(self._adjust(said, self.talker.logits(self.hidden)).argmax()))
-        return (
-            len(self.first_codes) < MAX_CODES
-            and self.first_codes[-1] != self.talker.talker_config.codec_eos_id
-        )
+        code = int(self._adjust(said, self.talker.logits(self.hidden)).argmax())
+        self.first_codes.append(code)
+        self.is_done = code == self.talker.talker_config.codec_eos_id or len(self.first_codes) == MAX_CODES
 
     def step(self, frame: Tensor, row: Tensor) -> None:
         self.frames.append(frame)
         self.hidden = self.run.forward(row, self.index.following(self.run.num_rows, 1))
+        self.pick()
 
 
 def speak_together(speeches: list[Speech]) -> None:
     """All frames, the residual codes of all speeches in one batch."""
-    while going := [
-        speech for speech in speeches if speech.first_codes[len(speech.frames) :] == [] and speech.pick()
-    ]:
-        talker = going[0].talker
-        frames, rows = talker.next_input(
+    while going := [speech for speech in speeches if not speech.is_done]:
+        frames, rows = going[0].talker.next_input(
             torch.cat([speech.hidden for speech in going]),
             torch.tensor([speech.first_codes[-1] for speech in going]),
             torch.stack([speech.text[len(speech.frames)] for speech in going]),
@@ -173,11 +170,7 @@ def test_a_batch_says_what_each_says_alone(talker, config, qwen3_omni_dir):
 def random_talker(directory: Path, data: st.DataObject) -> tuple[Any, Talker]:
     """transformers' talker and ours, of a directory laid out as Qwen3-Omni's."""
     draw = data.draw
-    ids = {f"<{index}>": index for index in range(30)}
-    config = omni_config(
-        dict.fromkeys(_special_tokens(), 5), dict.fromkeys(("system", "user", "assistant"), 6)
-    )
-    del ids
+    config = omni_config(dict.fromkeys(SPECIAL_TOKENS, 5), dict.fromkeys(ROLES, 6))
     part = config["talker_config"]
     num_groups, hidden = draw(st.integers(2, 6)), draw(st.sampled_from([24, 32]))
     kv_heads, experts = draw(st.integers(1, 2)), draw(st.integers(1, 6))
@@ -212,12 +205,6 @@ def random_talker(directory: Path, data: st.DataObject) -> tuple[Any, Talker]:
     save_shards(tensors, directory)
     write_json(directory / "config.json", config)
     return reference, load_talker(directory, dtype=torch.float32)
-
-
-def _special_tokens() -> tuple[str, ...]:
-    from tests.models.qwen_configs import SPECIAL_TOKENS
-
-    return SPECIAL_TOKENS
 
 
 @settings(
@@ -315,6 +302,20 @@ def test_sampled_frames_do_not_depend_on_the_batch(talker):
             alone, row = talker.next_input(hidden[part], first[part], text[part], noise[part])
             assert alone.tolist() == frames[part].tolist()
             torch.testing.assert_close(row, rows[part], atol=1e-5, rtol=0)
+
+
+def test_bfloat16(qwen3_omni_dir, talker):
+    half = load_talker(qwen3_omni_dir, dtype=torch.bfloat16)
+    assert half.weight_bytes == talker.weight_bytes / 2
+    rows = half.speech_rows([1, 2, 3, 4], SPEAKER)
+    torch.testing.assert_close(rows.float(), talker.speech_rows([1, 2, 3, 4], SPEAKER), atol=0.1, rtol=0.02)
+    with torch.inference_mode():
+        hidden, _ = PagedRun(half, 9).prefill(rows, torch.arange(9), 5)
+        _, row = half.next_input(
+            hidden[-2:], torch.tensor([3, 4]), rows[:2], [GREEDY, CodeSampling(temperature=1.0)]
+        )
+    assert row.dtype == hidden.dtype == torch.bfloat16
+    assert row.isfinite().all()
 
 
 def test_what_config_json_says(talker, qwen3_omni_dir):

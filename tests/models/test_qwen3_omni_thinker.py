@@ -250,6 +250,24 @@ def test_rows_do_not_depend_on_their_neighbours(thinker, qwen3_omni_dir):
             torch.testing.assert_close(joint[index : index + 1], single, atol=1e-5, rtol=0)
 
 
+def test_bfloat16(thinker, qwen3_omni_dir):
+    half = load_thinker(qwen3_omni_dir, dtype=torch.bfloat16)
+    answer = omni_answer(qwen3_omni_dir, "image")
+    with torch.inference_mode():
+        hidden, accepted = PagedRun(half, 60).prefill(
+            answer.embeddings.bfloat16(), answer.positions, 7, deepstack=answer.deepstack, capture_layer=1
+        )
+        _, expected = PagedRun(thinker, 60).prefill(
+            answer.embeddings, answer.positions, 64, deepstack=answer.deepstack, capture_layer=1
+        )
+    assert half.logits(hidden).dtype == torch.bfloat16
+    assert half.weight_bytes == thinker.weight_bytes / 2
+    assert accepted is not None
+    assert expected is not None
+    # rows that pick another expert differ; the others differ by rounding
+    assert ((accepted.float() - expected).abs().amax(-1) < 0.1).float().mean() > 0.8
+
+
 def test_sizes(thinker):
     cache = thinker.new_kv_cache(3, 16)
     assert sum(layer.nbytes for layer in cache.layers) == 3 * thinker.kv_bytes_per_block(16)

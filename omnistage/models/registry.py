@@ -1,20 +1,21 @@
 """Finds a model's parts on disk and the code that runs each of them.
 
 Importable without torch: the table holds names of factories, which are imported when a part is loaded.
-A model is a directory; a part of it is a subdirectory with its own config.json, or a `<part>_config`
-entry in the model's config.json, or the model itself.
+A model is a directory; a part of it is a subdirectory with its own config.json, or what LAYOUTS says of
+the model's architecture, or a `<part>_config` entry in the model's config.json, or the model itself.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omnistage.errors import WeightsError
+from omnistage.graph.checkpoint import read_headers
 from omnistage.models.home import omnistage_home
 
 if TYPE_CHECKING:
@@ -31,9 +32,15 @@ FACTORIES: dict[str, dict[str, str]] = {
     "encoder": {
         "whisper": "omnistage.models.whisper:load_whisper",
         "efficientnet_lite0": "omnistage.models.efficientnet:load_efficientnet",
+        "qwen3_omni_moe_audio_encoder": "omnistage.models.qwen3_encoders:load_audio_encoder",
+        "qwen3_omni_moe_vision_encoder": "omnistage.models.qwen3_encoders:load_vision_encoder",
+        "qwen3_vl_vision": "omnistage.models.qwen3_encoders:load_vision_encoder",
     },
     "acoustic": {"vits_acoustic": "omnistage.models.vits:load_acoustic"},
-    "vocoder": {"vits_hifigan": "omnistage.models.hifigan:load_vocoder"},
+    "vocoder": {
+        "vits_hifigan": "omnistage.models.hifigan:load_vocoder",
+        "qwen3_omni_moe_code2wav": "omnistage.models.qwen3_code2wav:load_code2wav",
+    },
     "decoder": {
         "llama": "omnistage.models.decoder:load_decoder",
         "qwen2": "omnistage.models.decoder:load_decoder",
@@ -44,12 +51,53 @@ FACTORIES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
+class PartLayout:
+    """Where a published checkpoint of one directory keeps a part.
+
+    config: keys that lead to the part's configuration in config.json.  prefix: of its tensors.
+    model_type: what FACTORIES calls it; the checkpoint's own word for a part is often empty.
+    own: a longer prefix that no other part's tensors have, if other parts lie inside `prefix`.
+    """
+
+    config: tuple[str, ...]
+    prefix: str
+    model_type: str
+    own: str = ""
+
+    def is_in(self, names: Iterable[str]) -> bool:
+        """Whether a checkpoint with tensors of these names holds the part."""
+        return any(name.startswith(self.own or self.prefix) for name in names)
+
+
+_QWEN3_VL = {
+    "thinker": PartLayout(("text_config",), "model.language_model.", "qwen3_vl_text"),
+    "visual": PartLayout(("vision_config",), "model.visual.", "qwen3_vl_vision"),
+}
+# model_type of the model's config.json -> part -> where it is.
+LAYOUTS: dict[str, dict[str, PartLayout]] = {
+    "qwen3_omni_moe": {
+        "thinker": PartLayout(("thinker_config",), "thinker.", "qwen3_omni_moe_thinker", "thinker.model."),
+        "visual": PartLayout(
+            ("thinker_config", "vision_config"), "thinker.visual.", "qwen3_omni_moe_vision_encoder"
+        ),
+        "audio_tower": PartLayout(
+            ("thinker_config", "audio_config"), "thinker.audio_tower.", "qwen3_omni_moe_audio_encoder"
+        ),
+        "talker": PartLayout(("talker_config",), "talker.", "qwen3_omni_moe_talker"),
+        "code2wav": PartLayout(("code2wav_config",), "code2wav.", "qwen3_omni_moe_code2wav"),
+    },
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
+}
+
+
+@dataclass(frozen=True)
 class PartSource:
     """Where one part's weights are and what its configuration says.
 
     directory: holds the *.safetensors files and, where the part has one, tokenizer.json.
-    config: the part's own configuration.  prefix: how its tensors' names begin in the files,
-    "" or ending in a dot.
+    config: the part's own configuration, its model_type the one that FACTORIES knows.
+    prefix: how its tensors' names begin in the files, "" or ending in a dot.
     """
 
     directory: Path
@@ -84,19 +132,68 @@ def resolve_model(name: str) -> Path:
 def find_part(model: Path, part: str | None) -> PartSource:
     """The part called `part` of the model in directory `model`; None or "" is the model itself.
 
-    Raises WeightsError if the model has no such part.
+    Raises WeightsError if the model has no such part: unknown to its configuration, or without weights
+    in a checkpoint that may leave parts out.
     """
     if not part:
         return PartSource(model, _read_config(model))
     if (model / part / "config.json").is_file():
         return PartSource(model / part, _read_config(model / part))
     if (model / "config.json").is_file():
-        config = _read_config(model).get(f"{part}_config")
-        if isinstance(config, dict):
-            return PartSource(model, config, prefix=f"{part}.")
+        config = _read_config(model)
+        layouts = LAYOUTS.get(str(config.get("model_type")))
+        if layouts is not None:
+            return _find_laid_out(model, config, part, layouts)
+        values = config.get(f"{part}_config")
+        if isinstance(values, dict):
+            return PartSource(model, values, prefix=f"{part}.")
     known = ", ".join(_part_names(model)) or "none"
     remedy = "; run `omnistage fetch starter`" if model.name == STARTER else ""
     raise WeightsError(f"the model in {model} has no part {part!r}; its parts: {known}{remedy}")
+
+
+def available_parts(model: Path) -> list[str]:
+    """The parts of which the model in directory `model` holds weights, by file names and headers alone.
+
+    In the order of LAYOUTS where the architecture is in it, otherwise sorted.  Empty for a model
+    without parts.  Raises WeightsError if there is neither a configuration nor a part's folder, or for
+    unreadable files.
+    """
+    folders = _part_folders(model)
+    if not (model / "config.json").is_file() and folders:
+        return folders
+    config = _read_config(model)
+    layouts = LAYOUTS.get(str(config.get("model_type")))
+    if layouts is not None:
+        names = _tensor_names(model)
+        return [part for part, layout in layouts.items() if layout.is_in(names)]
+    keys = [key.removesuffix("_config") for key in config if key.endswith("_config")]
+    names = _tensor_names(model) if keys else set()
+    inside = [part for part in keys if any(name.startswith(f"{part}.") for name in names)]
+    return sorted({*folders, *inside})
+
+
+def _find_laid_out(
+    model: Path, config: dict[str, Any], part: str, layouts: dict[str, PartLayout]
+) -> PartSource:
+    names = _tensor_names(model)
+    layout = layouts.get(part)
+    if layout is None or not layout.is_in(names):
+        held = ", ".join(name for name, each in layouts.items() if each.is_in(names)) or "none"
+        begins = f" (no tensor begins with {layout.own or layout.prefix!r})" if layout else ""
+        raise WeightsError(
+            f"the weights in {model} have no part {part!r}{begins}; its parts: {held}; leave the stage out, "
+            "or fetch a checkpoint that has it"
+        )
+    values: Any = config
+    for key in layout.config:
+        values = values.get(key)
+        if not isinstance(values, dict):
+            raise WeightsError(
+                f"{model / 'config.json'} lacks {'.'.join(layout.config)}, which {part!r} needs; fetch the "
+                "model again"
+            )
+    return PartSource(model, {**values, "model_type": layout.model_type}, layout.prefix)
 
 
 def load_encoder(
@@ -161,7 +258,10 @@ def _factory(role: str, source: PartSource, progress: Progress | None) -> Callab
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
+    return _read_json(directory / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -173,8 +273,23 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
+def _tensor_names(model: Path) -> set[str]:
+    """Of all tensors, from the shards' index or else the files' headers.  Raises WeightsError."""
+    index = model / "model.safetensors.index.json"
+    if not index.is_file():
+        return set(read_headers(model))
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise WeightsError(f"{index} has no weight_map; fetch the model again")
+    return set(names)
+
+
+def _part_folders(model: Path) -> list[str]:
+    return sorted(path.parent.name for path in model.glob("*/config.json"))
+
+
 def _part_names(model: Path) -> list[str]:
-    names = {path.parent.name for path in model.glob("*/config.json")}
+    names = set(_part_folders(model))
     if (model / "config.json").is_file():
         names |= {key.removesuffix("_config") for key in _read_config(model) if key.endswith("_config")}
     return sorted(names)

@@ -67,5 +67,16 @@ class VocoderModel(Protocol):
     def decode(self, state: Any, frames: Tensor, *, is_last: bool) -> NDArray[np.float32]:
         """frames: [num_frames, num_channels], may be empty if is_last.  Returns new samples in [-1, 1].
 
-        Over an utterance exactly num_frames * hop samples come out, whatever the chunking.
+        Over an utterance exactly num_frames * hop samples come out (less a constant where the model
+        says so), whatever the chunking.  A model of codec frames takes int64 codes
+        [num_frames, num_codebooks] and raises StreamError for codes it does not have.
         """
+
+
+class BatchVocoderModel(VocoderModel, Protocol):
+    """A vocoder that decodes several utterances at once."""
+
+    def decode_batch(
+        self, states: Sequence[Any], frames_list: Sequence[Tensor], is_last_list: Sequence[bool]
+    ) -> list[NDArray[np.float32]]:
+        """`decode` for each, with the same results.  If it raises, no state has changed."""

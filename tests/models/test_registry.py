@@ -6,16 +6,20 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from omnistage.errors import WeightsError
 from omnistage.models.home import omnistage_home
 from omnistage.models.registry import (
     FACTORIES,
     PartSource,
+    available_parts,
     find_part,
     load_decoder,
     load_encoder,
+    load_vocoder,
     resolve_model,
 )
 
@@ -64,6 +68,127 @@ def test_a_part_is_a_subdirectory_a_key_or_the_model(tmp_path):
     assert find_part(tmp_path, "thinker") == PartSource(tmp_path, {"model_type": "qwen3"}, "thinker.")
     with pytest.raises(WeightsError, match="no part 'talker'; its parts: thinker, vision"):
         find_part(tmp_path, "talker")
+
+
+OMNI_PARTS = ["thinker", "visual", "audio_tower", "talker", "code2wav"]
+
+
+def write_omni(directory, *, without=(), model_type="qwen3_omni_moe", is_sharded=True):
+    """A published checkpoint's configuration and tensor names; its tensors are single numbers.
+
+    without: prefixes of tensors that are left out.
+    """
+    write_config(
+        directory,
+        model_type=model_type,
+        thinker_config={
+            "model_type": "qwen3_omni_moe_thinker",
+            "text_config": {"layers": 1},
+            "vision_config": {"model_type": "other", "depth": 2},
+            "audio_config": {"layers": 3},
+        },
+        talker_config={"model_type": "", "layers": 4},
+        code2wav_config={"model_type": "", "layers": 5},
+    )
+    names = [
+        *("thinker.model.embed_tokens.weight", "thinker.lm_head.weight", "thinker.visual.pos_embed.weight"),
+        *("thinker.audio_tower.proj1.bias", "talker.model.norm.weight", "code2wav.code_embedding.weight"),
+    ]
+    kept = [name for name in names if not name.startswith(tuple(without) or "-")]
+    shards = [kept[::2], kept[1::2]] if is_sharded else [kept]
+    weight_map = {}
+    for index, shard in enumerate(shards):
+        file_name = f"model-{index}.safetensors" if is_sharded else "model.safetensors"
+        save_file({name: np.zeros(1, np.float32) for name in shard}, directory / file_name)
+        weight_map |= dict.fromkeys(shard, file_name)
+    if is_sharded:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_parts_inside_a_published_omni_checkpoint(tmp_path, is_sharded):
+    write_omni(tmp_path, is_sharded=is_sharded)
+    expected = {
+        "thinker": ("qwen3_omni_moe_thinker", "thinker."),
+        "visual": ("qwen3_omni_moe_vision_encoder", "thinker.visual."),
+        "audio_tower": ("qwen3_omni_moe_audio_encoder", "thinker.audio_tower."),
+        "talker": ("qwen3_omni_moe_talker", "talker."),
+        "code2wav": ("qwen3_omni_moe_code2wav", "code2wav."),
+    }
+    found = {part: find_part(tmp_path, part) for part in OMNI_PARTS}
+    assert {part: (source.model_type, source.prefix) for part, source in found.items()} == expected
+    assert all(source.directory == tmp_path for source in found.values())
+    assert found["visual"].config == {"model_type": "qwen3_omni_moe_vision_encoder", "depth": 2}
+    assert [found[part].config["layers"] for part in ("audio_tower", "talker", "code2wav")] == [3, 4, 5]
+    assert found["thinker"].config["text_config"] == {"layers": 1}
+    assert available_parts(tmp_path) == OMNI_PARTS
+    assert find_part(tmp_path, None).model_type == "qwen3_omni_moe"
+
+
+def test_parts_inside_a_published_vl_checkpoint(qwen3_vl_dir):
+    source = find_part(qwen3_vl_dir, "visual")
+    assert (source.model_type, source.prefix) == ("qwen3_vl_vision", "model.visual.")
+    assert source.config["depth"] == 6
+    assert find_part(qwen3_vl_dir, "thinker").prefix == "model.language_model."
+    assert available_parts(qwen3_vl_dir) == ["thinker", "visual"]
+    with pytest.raises(WeightsError, match="no part 'audio_tower'; its parts: thinker, visual"):
+        find_part(qwen3_vl_dir, "audio_tower")
+
+
+def test_every_tower_and_vocoder_of_a_published_checkpoint_loads(qwen3_omni_dir):
+    assert available_parts(qwen3_omni_dir) == OMNI_PARTS
+    for part, load in (("visual", load_encoder), ("audio_tower", load_encoder), ("code2wav", load_vocoder)):
+        heard = []
+        model = load(
+            find_part(qwen3_omni_dir, part),
+            progress=lambda fraction, what, heard=heard: heard.append(fraction),
+        )
+        assert model.weight_bytes > 0
+        assert heard[-1] == 1.0
+
+
+def test_a_checkpoint_without_speech_names_what_is_missing(tmp_path):
+    write_omni(tmp_path, without=("talker.", "code2wav."))
+    assert available_parts(tmp_path) == ["thinker", "visual", "audio_tower"]
+    for part in ("talker", "code2wav"):
+        with pytest.raises(
+            WeightsError,
+            match=rf"no part '{part}' .*'{part}\.'.*its parts: thinker, visual, audio_tower; leave",
+        ):
+            find_part(tmp_path, part)
+    assert find_part(tmp_path, "visual").prefix == "thinker.visual."
+
+
+def test_a_checkpoint_of_towers_alone_has_no_thinker(tmp_path):
+    write_omni(tmp_path, without=("thinker.model.", "thinker.lm_head."))
+    assert "thinker" not in available_parts(tmp_path)
+    with pytest.raises(WeightsError, match=r"no part 'thinker' .*'thinker\.model\.'"):
+        find_part(tmp_path, "thinker")
+
+
+def test_weights_without_their_configuration_are_named(tmp_path):
+    write_omni(tmp_path)
+    write_config(tmp_path, model_type="qwen3_omni_moe", thinker_config={"vision_config": None})
+    with pytest.raises(WeightsError, match=r"lacks thinker_config\.vision_config, which 'visual' needs"):
+        find_part(tmp_path, "visual")
+    with pytest.raises(WeightsError, match="lacks talker_config"):
+        find_part(tmp_path, "talker")
+
+
+def test_parts_of_other_models(tmp_path):
+    with pytest.raises(WeightsError, match="does not exist"):
+        available_parts(tmp_path)
+    for part in ("vision", "hearing"):
+        write_config(tmp_path / part, model_type="any")
+    assert available_parts(tmp_path) == ["hearing", "vision"]
+    write_omni(tmp_path, model_type="unheard_of", without=("talker.",))
+    assert available_parts(tmp_path) == ["code2wav", "hearing", "thinker", "vision"]
+    plain = write_config(tmp_path / "plain", model_type="llama")
+    assert available_parts(plain) == []
+    (write_omni(tmp_path / "bare") / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(WeightsError, match="no weight_map"):
+        available_parts(tmp_path / "bare")
 
 
 @pytest.mark.parametrize("content", ["not json", "[1]"])

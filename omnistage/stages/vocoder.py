@@ -129,6 +129,7 @@ class VocoderStage:
         self._chunk = edge.chunk or DEFAULT_CHUNK
         self._first_chunk = edge.first_chunk or self._chunk
         self._credits = edge.credits
+        self._max_batch = context.spec.max_num_seqs if self._decode_batch is not None else 1
         on_cpu = context.spec.devices_of(context.replica)[0] == "cpu"
         self._max_batch_frames = CPU_BATCH_FRAMES if on_cpu else DEVICE_BATCH_FRAMES
         self._open: dict[RequestKey, _Playback] = {}
@@ -241,12 +242,10 @@ class VocoderStage:
                 continue
             utterance = playback.utterances[0]
             size = min(self._size(playback), utterance.remaining)
-            if slices and size > room:
+            if len(slices) >= self._max_batch or (slices and size > room):
                 break
             slices.append(_Slice(playback, utterance, *utterance.take(size)))
             room -= size
-            if self._decode_batch is None:
-                break
         return slices
 
     @torch.inference_mode()

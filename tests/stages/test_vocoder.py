@@ -89,10 +89,18 @@ class Vocoder:
     """A stage over a model, what it has said so far, and how far each request's stream has come."""
 
     def __init__(
-        self, model: Any, *, credits_out: Callable[[RequestKey], int | None] | None = None, **edge: Any
-    ):
+        self,
+        model: Any,
+        *,
+        credits_out: Callable[[RequestKey], int | None] | None = None,
+        max_num_seqs: int = 32,
+        **edge: Any,
+    ) -> None:
         graph = Graph("one", model="starter")
-        talker, vocoder = graph.llm("talker", part="talker"), graph.vocoder("vocoder", part="code2wav")
+        talker, vocoder = (
+            graph.llm("talker", part="talker"),
+            graph.vocoder("vocoder", part="code2wav", max_num_seqs=max_num_seqs),
+        )
         graph.connect(talker, vocoder, stream=True, **edge)
         graph.output(text=talker, audio=vocoder)
         spec = graph.build()
@@ -249,6 +257,16 @@ def test_batches_are_bounded_and_the_most_urgent_come_first(code2wav: Qwen3Code2
     assert model.batches[1:] == [[25, 25]] * 6
     assert 3 * 25 > CPU_BATCH_FRAMES >= 2 * 25
     assert vocoder.outbox.worked[6:12] == vocoder.outbox.worked[12:18] == vocoder.outbox.worked[:6]
+
+
+def test_no_more_requests_at_once_than_the_stage_allows(code2wav: Qwen3Code2Wav) -> None:
+    model = Watched(code2wav)
+    vocoder = Vocoder(model, chunk=4, max_num_seqs=2)
+    vocoder.submit("a", "b", "c")
+    for name in ("a", "b", "c"):
+        vocoder.send(name, codes(4), is_last=True)
+    vocoder.rest()
+    assert model.batches == [[4, 4], [4]]
 
 
 def test_a_single_slice_may_exceed_a_batch(code2wav: Qwen3Code2Wav) -> None:

@@ -32,6 +32,7 @@ CONTENT_TYPES: dict[str, str] = {  # by AudioFormat
 }
 
 MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 4_000, 384_000  # Hz
+MAX_DECODED_RATE = 48_000  # Hz; nobody hears more, and ten minutes at 384 kHz take a gigabyte
 UNKNOWN_SIZE = 0xFFFF_FFFF  # in a WAV header: the stream goes on until it ends
 
 # Demuxers for files; playlists and scripts, which make FFmpeg open other files, are left out.
@@ -55,6 +56,7 @@ def decode(data: bytes, *, max_seconds: float) -> Pcm:
 
     Raises MediaTooLarge if it lasts longer than max_seconds, and MediaError if it is empty, no sound
     file, cut short, damaged, without a sound track, or of a sample rate outside 4 to 384 kHz.
+    A rate over 48 kHz is brought down to that.
     """
     if not data:
         raise MediaError("the audio is empty (0 bytes); send the file's bytes")
@@ -126,7 +128,7 @@ def _mono_blocks(
     container: av.container.InputContainer, stream: av.AudioStream, max_seconds: float
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """(sample rate, samples) frame by frame.  Raises MediaError, MediaTooLarge as decode() does."""
-    resampler = av.AudioResampler(format="fltp")  # rate and channels stay the first frame's
+    resampler = None
     num_samples, rate = 0, 0
     frames: Iterator[av.AudioFrame] = container.decode(stream)
     for frame in frames:
@@ -143,6 +145,8 @@ def _mono_blocks(
             )
         if not frame.samples:
             continue
+        if resampler is None:  # channels stay the first frame's, and so does a rate that is not excessive
+            resampler = av.AudioResampler(format="fltp", rate=min(rate, MAX_DECODED_RATE))
         frame.pts = None
         try:
             converted = resampler.resample(frame)
@@ -152,7 +156,7 @@ def _mono_blocks(
             ) from error
         for part in converted:
             with np.errstate(invalid="ignore", over="ignore"):  # decode() refuses what is not finite
-                yield rate, part.to_ndarray().mean(axis=0, dtype=np.float32)
+                yield part.sample_rate, part.to_ndarray().mean(axis=0, dtype=np.float32)
 
 
 def encode(pcm: Pcm, audio_format: str) -> bytes:

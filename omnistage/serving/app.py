@@ -42,7 +42,11 @@ def create_app(backend: Backend, settings: ServerSettings | None = None) -> Fast
     )
     app.state.service = service
     install_error_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=service.settings.max_body_bytes)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=service.settings.max_body_bytes,
+        max_total_bytes=service.settings.max_total_body_bytes,
+    )
     app.add_middleware(CountRequests, metrics=service.metrics)  # outermost: added last
     _add_posts(app, service)
     _add_gets(app, service)

@@ -6,7 +6,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from omnistage.errors import InvalidRequest
+from omnistage.errors import InvalidRequest, Overloaded
 from omnistage.serving.http_errors import STATUS_CLIENT_GONE, error_response
 from omnistage.serving.metrics import Metrics
 
@@ -21,11 +21,15 @@ class BodyLimit:
 
     What a client still sends after that is read and thrown away, up to as much again, so that it
     gets to read its answer instead of a reset connection.
+    A request's media live as long as it does, so its body counts against `max_total_bytes` until its
+    answer ends: many large requests at once get 429 instead of all the memory there is.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, max_total_bytes: int) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.max_total_bytes = max_total_bytes
+        self.total_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,14 +45,25 @@ class BodyLimit:
         async def limited_receive() -> Message:
             nonlocal num_bytes
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_bytes:
+            size = len(message.get("body", b""))
+            num_bytes += size
+            self.total_bytes += size
+            if num_bytes > self.max_bytes or self.total_bytes > self.max_total_bytes:
                 if message.get("more_body", False):
                     await self._drain(receive)
-                raise self._error(num_bytes)
+                raise self._error(num_bytes) if num_bytes > self.max_bytes else self._overloaded()
             return message
 
-        await self.app(scope, limited_receive, send)
+        try:
+            await self.app(scope, limited_receive, send)
+        finally:
+            self.total_bytes -= num_bytes
+
+    def _overloaded(self) -> Overloaded:
+        return Overloaded(
+            f"the bodies of the requests under way have {self.total_bytes} bytes together, the limit is "
+            f"{self.max_total_bytes}; try again when some have ended"
+        )
 
     async def _drain(self, receive: Receive) -> None:
         num_bytes = 0

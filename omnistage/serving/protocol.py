@@ -20,6 +20,7 @@ from omnistage.errors import InvalidRequest
 
 B = TypeVar("B", bound="Body")
 MAX_SHOWN_CHARACTERS = 80
+MAX_JSON_VALUES = 500_000
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -70,7 +71,18 @@ def shown(value: Any) -> str:
 
 
 def decode_json(raw: bytes) -> Any:
-    """Strict JSON.  Raises InvalidRequest (code invalid_json) for anything else, NaN included."""
+    """Strict JSON.  Raises InvalidRequest (code invalid_json) for anything else, NaN included.
+
+    Also for more values than any real request has: each costs some hundred bytes once decoded, so
+    that a large body of nothing but brackets would take gigabytes.
+    """
+    if len(raw) > MAX_JSON_VALUES:  # media are long strings without these characters
+        num_values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+        if num_values > MAX_JSON_VALUES:
+            raise InvalidRequest(
+                f"the body has about {num_values} values, the limit is {MAX_JSON_VALUES}; send fewer",
+                code="invalid_json",
+            )
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

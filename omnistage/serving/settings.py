@@ -32,7 +32,8 @@ class MediaSettings:
 class ServerSettings:
     """Limits and defaults of the API.
 
-    max_body_bytes: of a request body, in bytes.  max_choices: the largest `n`.
+    max_body_bytes: of a request body, in bytes.  max_total_body_bytes: of the bodies of all requests
+    under way; past it the answer is 429.  max_choices: the largest `n`.
     max_speech_characters: of /v1/audio/speech `input`.  max_audio_seconds: of a clip that is decoded here.
     answer_lifetime: seconds that an audio answer's transcript can be referred to by id.
     languages: what the transcriber hears, as ISO 639-1 codes.
@@ -40,6 +41,7 @@ class ServerSettings:
 
     media: MediaSettings = field(default_factory=MediaSettings)
     max_body_bytes: int = 64 * MEBIBYTE
+    max_total_body_bytes: int = 256 * MEBIBYTE
     max_choices: int = 8
     max_speech_characters: int = 4096
     max_audio_seconds: float = 600.0

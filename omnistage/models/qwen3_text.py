@@ -265,7 +265,11 @@ class TextModel:
     """A causal model over flat rows: table, layers and head.
 
     embedding: [vocab, hidden].  weight_bytes: of the weights as held.
+    num_position_axes: NUM_AXES, or 1.
+    opens_layers: `forward` takes rows to add between layers, and gives hidden states from there.
     """
+
+    opens_layers = True
 
     def __init__(
         self, config: TextConfig, *, embedding: Tensor, layers: TextLayers, head: Linear, weight_bytes: int
@@ -273,6 +277,7 @@ class TextModel:
         self.config = config
         self.dtype = layers.dtype
         self.weight_bytes = weight_bytes
+        self.num_position_axes = 1 if config.rope_sections is None else NUM_AXES
         self._embedding = embedding
         self._layers = layers
         self._head = head

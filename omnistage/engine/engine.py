@@ -281,10 +281,13 @@ class Engine:
             _check_tensor("embeddings", piece.embeddings, ("num_rows", self._model.config.hidden_size))
             num_rows = piece.embeddings.shape[0]
             if piece.deepstack is not None:
-                if not self._model.opens_layers:
-                    raise InvalidRequest("this model takes no deepstack rows; leave them out")
                 expected = ("num_layers", num_rows, self._model.config.hidden_size)
                 _check_tensor("deepstack rows", piece.deepstack, expected)
+                if piece.deepstack.shape[0] > self._model.num_open_layers:
+                    raise InvalidRequest(
+                        f"deepstack rows are for {piece.deepstack.shape[0]} layers; this model takes "
+                        f"them after {self._model.num_open_layers}"
+                    )
         else:
             for token_id in piece.token_ids:
                 _check_token_id(token_id, self._model.config.vocab_size, "prompt")
@@ -296,7 +299,7 @@ class Engine:
         return num_rows
 
     def _check_positions(self, positions: NDArray[Any], num_rows: int) -> None:
-        shapes = [(num_rows,)]
+        shapes: list[tuple[int, ...]] = [(num_rows,)]
         if self._model.num_position_axes == NUM_AXES:
             shapes.append((NUM_AXES, num_rows))
         if positions.shape not in shapes:
@@ -329,9 +332,10 @@ def _num_blocks(model: EngineModel, config: EngineConfig) -> int:
             raise PipelineError(f"{name} is {getattr(config, name)}; it must be at least 1")
     per_block = model.kv_bytes_per_block(config.block_size)
     if config.capture_layer is not None:
-        if not model.opens_layers:
+        if not 0 <= config.capture_layer <= model.num_open_layers or not model.num_open_layers:
             raise PipelineError(
-                "this model gives no hidden states from between its layers; unset capture_layer"
+                f"capture_layer is {config.capture_layer}, but the model has {model.num_open_layers} layers "
+                "that give hidden states; unset it or lower it"
             )
         per_block += config.block_size * model.config.hidden_size * model.dtype.itemsize
     num_blocks = config.num_blocks if config.kv_bytes is None else config.kv_bytes // per_block

@@ -60,7 +60,7 @@ class EmbeddingRows:
     be covered); None is never cached.
     positions, is_exported: as of TokenRows.
     deepstack: [num_layers, num_rows, hidden], added to these rows after each of the first layers; for
-    models that open their layers.  Kept until the request ends.
+    models with open layers.  Kept until the request ends.
     """
 
     embeddings: Tensor

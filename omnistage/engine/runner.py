@@ -36,7 +36,8 @@ class FlatTokenModel(Protocol):
     """What the engine asks of a model.  All tensors are rows, [num_tokens, ...].
 
     num_position_axes: 1 or 3.  With 3, `forward` takes positions [3, num_tokens] as well.
-    opens_layers: whether `forward` is an OpenModel's.
+    num_open_layers: after which `forward` takes rows to add and gives hidden states; 0 if it is not
+    an OpenModel's.
     """
 
     @property
@@ -46,7 +47,7 @@ class FlatTokenModel(Protocol):
     def num_position_axes(self) -> int: ...
 
     @property
-    def opens_layers(self) -> bool: ...
+    def num_open_layers(self) -> int: ...
 
     def embed(self, token_ids: Tensor) -> Tensor: ...
 
@@ -80,7 +81,7 @@ class Runner:
         capture_layer: int | None = None,
         hidden_size: int = 0,
     ) -> None:
-        """capture_layer: see EngineConfig; needs a model that opens its layers, and hidden_size."""
+        """capture_layer: see EngineConfig; needs an OpenModel and its hidden_size."""
         self._model = model
         self._cache = cache
         self._capture_layer = capture_layer

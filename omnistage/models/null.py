@@ -35,7 +35,7 @@ class NullDecoder:
     dtype = torch.float32
     weight_bytes = 0
     num_position_axes = 1
-    opens_layers = False
+    num_open_layers = 0
 
     def __init__(self, config: NullConfig) -> None:
         self.config = config

@@ -266,10 +266,8 @@ class TextModel:
 
     embedding: [vocab, hidden].  weight_bytes: of the weights as held.
     num_position_axes: NUM_AXES, or 1.
-    opens_layers: `forward` takes rows to add between layers, and gives hidden states from there.
+    num_open_layers: after which `forward` takes rows to add, and gives hidden states; all.
     """
-
-    opens_layers = True
 
     def __init__(
         self, config: TextConfig, *, embedding: Tensor, layers: TextLayers, head: Linear, weight_bytes: int
@@ -278,6 +276,7 @@ class TextModel:
         self.dtype = layers.dtype
         self.weight_bytes = weight_bytes
         self.num_position_axes = 1 if config.rope_sections is None else NUM_AXES
+        self.num_open_layers = config.num_layers
         self._embedding = embedding
         self._layers = layers
         self._head = head

@@ -18,16 +18,13 @@ class RowPositions:
     A row nobody gave a position for counts on from the last row that has one: its position is its
     index plus what that row's largest position differs from its own index, in float32, on all axes.
     So do generated rows (the rule of `RopeIndex.following` in omnistage.models.qwen3_omni_positions).
+    are_row_indices: whether every row's position is its index, known rows and later ones.
     """
 
     def __init__(self) -> None:
+        self.are_row_indices = True
         self._given: Positions | None = None  # of the first rows; None while all are row indices
         self._delta = np.float32(0)  # of the rows after them
-
-    @property
-    def are_row_indices(self) -> bool:
-        """Whether every row's position is its index, known rows and later ones."""
-        return self._given is None
 
     def extend(self, start: int, positions: NDArray[Any]) -> None:
         """Give the rows from index `start` on, which must be new: [num_rows] or [NUM_AXES, num_rows]."""
@@ -35,6 +32,7 @@ class RowPositions:
         given = np.broadcast_to(positions.astype(np.float32), (NUM_AXES, num_rows))
         if not num_rows or (self._given is None and (given == _counting(start, start + num_rows)).all()):
             return
+        self.are_row_indices = False
         self._given = np.concatenate((self.rows(0, start), given), axis=1)
         stop = np.float32(start + num_rows)
         self._delta = self._given[:, -1].max() + np.float32(1) - stop

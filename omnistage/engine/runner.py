@@ -5,6 +5,7 @@ Knows sequences and the model; it neither decides what runs nor which token is p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Protocol, cast
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from omnistage.engine.scheduler import ScheduledChunk
-from omnistage.engine.sequence import Sequence
+from omnistage.engine.sequence import EmbeddingSpan, Sequence
 from omnistage.models.qwen3_text import DeepstackRows
 from omnistage.ops.attention import (
     AttentionMetadata,
@@ -150,22 +151,21 @@ class Runner:
         And what is to be added to some of them between the layers.
         """
         token_ids: list[int] = []
-        for chunk in chunks:
-            token_ids.extend(chunk.sequence.token_ids[chunk.start : chunk.stop])
-        hidden = self._model.embed(torch.tensor(token_ids).clamp_(min=0))
-        deepstack: list[tuple[int, Tensor]] = []  # first row of the step, [num_layers, num_rows, hidden]
+        given: list[tuple[int, EmbeddingSpan, slice]] = []  # first row of the step, rows of the span
         for chunk, stop in zip(chunks, stops.tolist(), strict=True):
-            if chunk.start >= chunk.sequence.num_prompt_tokens:
-                continue
-            for span in chunk.sequence.embedding_spans:
-                first, last = max(span.start, chunk.start), min(span.stop, chunk.stop)
-                if first < last:
-                    offset = stop - chunk.stop  # from a row of the sequence to a row of the step
-                    taken = slice(first - span.start, last - span.start)
-                    hidden[first + offset : last + offset] = span.embeddings[taken]
-                    if span.deepstack is not None:
-                        deepstack.append((first + offset, span.deepstack[:, taken]))
-        return hidden, _join(deepstack) if deepstack else None
+            token_ids.extend(chunk.sequence.token_ids[chunk.start : chunk.stop])
+            if chunk.start < chunk.sequence.num_prompt_tokens:
+                given += _given_rows(chunk, stop - chunk.num_tokens)
+        ids = torch.tensor(token_ids)
+        if not given:
+            return self._model.embed(ids), None
+        hidden = self._model.embed(ids.clamp_(min=0))
+        for first, span, taken in given:
+            hidden[first : first + taken.stop - taken.start] = span.embeddings[taken]
+        added = [
+            (first, span.deepstack[:, taken]) for first, span, taken in given if span.deepstack is not None
+        ]
+        return hidden, _join(added) if added else None
 
     def _metadata(
         self, chunks: list[ScheduledChunk], num_decodes: int, stops: NDArray[np.int64]
@@ -231,6 +231,14 @@ class Runner:
             first = int(tables[0, 0])
             return slice(first, first + num_blocks)
         return torch.from_numpy(tables.reshape(-1))
+
+
+def _given_rows(chunk: ScheduledChunk, start: int) -> Iterator[tuple[int, EmbeddingSpan, slice]]:
+    """What of the chunk, whose first row is row `start` of the step, is given as embeddings."""
+    for span in chunk.sequence.embedding_spans:
+        first, last = max(span.start, chunk.start), min(span.stop, chunk.stop)
+        if first < last:
+            yield start + first - chunk.start, span, slice(first - span.start, last - span.start)
 
 
 def _join(parts: list[tuple[int, Tensor]]) -> DeepstackRows:

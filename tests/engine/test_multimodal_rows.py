@@ -375,3 +375,36 @@ def test_given_positions_on_one_axis(llama, collected) -> None:
     with torch.no_grad():
         logits = llama.reference(everything, position_ids=ids).logits[0]
     assert logits[20:-1].argmax(-1).tolist() == tokens
+
+
+def test_pictures_with_different_numbers_of_layers_in_one_step(thinker, collected) -> None:
+    """Each gets its own rows after its own layers, as it does alone."""
+    rows = thinker.rows("image")
+    variants = [
+        tuple(
+            replace(piece, digest=None, deepstack=piece.deepstack[:count] * 3)
+            if isinstance(piece, EmbeddingRows)
+            else piece
+            for piece in rows
+        )
+        for count in (1, 2, 3)
+    ]
+    alone, together = [], [thinker.request(variant) for variant in variants]
+    for variant in variants:
+        engine = thinker.engine()
+        alone.append(thinker.request(variant))
+        engine.add_request(alone[-1])
+        collected.drain(engine)
+    engine = thinker.engine()
+    for request in together:
+        engine.add_request(request)
+    collected.drain(engine)
+    exports = []
+    for one, other in zip(alone, together, strict=True):
+        assert collected.token_ids[one.request_id] == collected.token_ids[other.request_id]
+        exports.append(collected.outputs[one.request_id][0].exported)
+        torch.testing.assert_close(
+            collected.outputs[other.request_id][0].exported, exports[-1], atol=1e-5, rtol=0
+        )
+    assert (exports[0] - exports[1]).abs().max() > 0.1
+    assert (exports[1] - exports[2]).abs().max() > 0.1

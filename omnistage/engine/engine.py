@@ -7,10 +7,16 @@ looks for stop strings), no stage and no transport, and starts no thread.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Ids
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from omnistage.engine.block_manager import BlockManager
+from omnistage.engine.positions import NUM_AXES
 from omnistage.engine.request import (
     EmbeddingRows,
     EngineConfig,
@@ -20,12 +26,12 @@ from omnistage.engine.request import (
     Rows,
     TokenRows,
 )
-from omnistage.engine.runner import Runner
+from omnistage.engine.runner import FlatTokenModel, Runner
 from omnistage.engine.sampler import Sample, sample
 from omnistage.engine.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from omnistage.engine.sequence import Sequence
 from omnistage.errors import ContextOverflow, InvalidRequest, PipelineError, RequestFailed
-from omnistage.models.decoder import Decoder
+from omnistage.ops.attention import PagedKVCache
 from omnistage.types import FinishReason, SamplingParams, Usage
 
 __all__ = [
@@ -39,10 +45,37 @@ __all__ = [
 ]
 
 
+class ModelSizes(Protocol):
+    """What the engine reads of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+class EngineModel(FlatTokenModel, Protocol):
+    """What an engine can serve: Decoder, TextModel and their likes."""
+
+    @property
+    def config(self) -> ModelSizes: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> PagedKVCache: ...
+
+    def kv_bytes_per_block(self, block_size: int) -> int: ...
+
+
 class Engine:
     """Serves many requests with one model.  Not thread-safe: one thread calls everything."""
 
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+    def __init__(self, model: EngineModel, config: EngineConfig) -> None:
         """Allocates the KV pages.  Raises PipelineError if the limits contradict each other.
 
         last_scheduled: ids of the requests that had rows in the last step.
@@ -68,7 +101,9 @@ class Engine:
         )
         self._scheduler = Scheduler(limits, self._blocks)
         self._cache = model.new_kv_cache(num_blocks, config.block_size)
-        self._runner = Runner(model, self._cache)
+        self._runner = Runner(
+            model, self._cache, capture_layer=config.capture_layer, hidden_size=model.config.hidden_size
+        )
         self._sequences: dict[str, Sequence] = {}
         self._finished: list[EngineOutput] = []  # of requests that ended without a step
         self._num_arrivals = 0
@@ -127,6 +162,15 @@ class Engine:
         self.abort(request_id)
         return None if sequence is None or reason is FinishReason.ABORT else sequence.usage
 
+    def embed(self, token_ids: Ids[int]) -> Tensor:
+        """The model's input rows of token ids: [len(token_ids), hidden], own memory.
+
+        Raises InvalidRequest for an id outside the vocabulary.
+        """
+        for token_id in token_ids:
+            _check_token_id(token_id, self._model.config.vocab_size, "token_ids")
+        return self._model.embed(torch.tensor(token_ids, dtype=torch.int64))
+
     # --- steps --------------------------------------------------------------------------------
 
     @property
@@ -173,11 +217,20 @@ class Engine:
         return outputs
 
     def _accept(self, sequence: Sequence, sampled: Sample) -> EngineOutput:
+        exported = None
+        if sequence.export_ranges:
+            exported, sequence.export_ranges = self._runner.exported(sequence), []
+            reason = self._finish_reason(sequence)
+            if reason is not None:  # its forced output was complete; only this was missing
+                usage = self.finish(sequence.request_id, reason)
+                return EngineOutput(sequence.request_id, finish_reason=reason, usage=usage, exported=exported)
         sequence.append_output(sampled.token_id)
         logprobs = () if sampled.logprob is None else (sampled.logprob,)
         reason = self._finish_reason(sequence)
         usage = None if reason is None else self.finish(sequence.request_id, reason)
-        return EngineOutput(sequence.request_id, (sampled.token_id,), logprobs, reason, usage)
+        return EngineOutput(
+            sequence.request_id, (sampled.token_id,), logprobs, reason, usage, exported=exported
+        )
 
     def _fail(self, sequence: Sequence) -> EngineOutput:
         """End a request whose logits are no numbers, and wipe what it wrote.
@@ -225,27 +278,51 @@ class Engine:
     def _check_rows(self, piece: Rows) -> int:
         """Number of rows.  Raises InvalidRequest."""
         if isinstance(piece, EmbeddingRows):
-            hidden_size = self._model.config.hidden_size
-            if piece.embeddings.ndim != 2 or piece.embeddings.shape[1] != hidden_size:
-                raise InvalidRequest(
-                    f"embeddings have shape {list(piece.embeddings.shape)}, not [num_rows, {hidden_size}]"
-                )
-            if not bool(piece.embeddings.isfinite().all()):
-                raise InvalidRequest("embeddings hold NaN or infinite values")
-            return piece.embeddings.shape[0]
-        for token_id in piece.token_ids:
-            _check_token_id(token_id, self._model.config.vocab_size, "prompt")
-        return len(piece.token_ids)
+            _check_tensor("embeddings", piece.embeddings, ("num_rows", self._model.config.hidden_size))
+            num_rows = piece.embeddings.shape[0]
+            if piece.deepstack is not None:
+                expected = ("num_layers", num_rows, self._model.config.hidden_size)
+                _check_tensor("deepstack rows", piece.deepstack, expected)
+                if piece.deepstack.shape[0] > self._model.num_open_layers:
+                    raise InvalidRequest(
+                        f"deepstack rows are for {piece.deepstack.shape[0]} layers; this model takes "
+                        f"them after {self._model.num_open_layers}"
+                    )
+        else:
+            for token_id in piece.token_ids:
+                _check_token_id(token_id, self._model.config.vocab_size, "prompt")
+            num_rows = len(piece.token_ids)
+        if piece.positions is not None:
+            self._check_positions(piece.positions, num_rows)
+        if piece.is_exported and self.config.capture_layer is None:
+            raise InvalidRequest("rows are to be exported, but the engine has no capture_layer; set one")
+        return num_rows
+
+    def _check_positions(self, positions: NDArray[Any], num_rows: int) -> None:
+        shapes: list[tuple[int, ...]] = [(num_rows,)]
+        if self._model.num_position_axes == NUM_AXES:
+            shapes.append((NUM_AXES, num_rows))
+        if positions.shape not in shapes:
+            raise InvalidRequest(
+                f"positions have shape {list(positions.shape)}, not "
+                + " or ".join(str(list(shape)) for shape in shapes)
+            )
+        if not bool(np.isfinite(positions).all()):
+            raise InvalidRequest("positions hold NaN or infinite values")
 
     def _finish_if_forced_to(self, sequence: Sequence) -> None:
-        """End a request whose forced output is already complete; the next step reports it."""
-        reason = self._finish_reason(sequence) if sequence.prompt_is_complete else None
+        """End a request whose forced output is already complete; the next step reports it.
+
+        One with rows to export ends once its prompt is computed.
+        """
+        is_over = sequence.prompt_is_complete and not sequence.export_ranges
+        reason = self._finish_reason(sequence) if is_over else None
         if reason is not None:
             usage = self.finish(sequence.request_id, reason)
             self._finished.append(EngineOutput(sequence.request_id, finish_reason=reason, usage=usage))
 
 
-def _num_blocks(model: Decoder, config: EngineConfig) -> int:
+def _num_blocks(model: EngineModel, config: EngineConfig) -> int:
     if (config.num_blocks is None) == (config.kv_bytes is None):
         raise PipelineError("give exactly one of num_blocks and kv_bytes")
     if config.dtype not in (None, model.dtype):
@@ -254,12 +331,31 @@ def _num_blocks(model: Decoder, config: EngineConfig) -> int:
         if getattr(config, name) < 1:
             raise PipelineError(f"{name} is {getattr(config, name)}; it must be at least 1")
     per_block = model.kv_bytes_per_block(config.block_size)
+    if config.capture_layer is not None:
+        if not 0 <= config.capture_layer <= model.num_open_layers or not model.num_open_layers:
+            raise PipelineError(
+                f"capture_layer is {config.capture_layer}, but the model has {model.num_open_layers} layers "
+                "that give hidden states; unset it or lower it"
+            )
+        per_block += config.block_size * model.config.hidden_size * model.dtype.itemsize
     num_blocks = config.num_blocks if config.kv_bytes is None else config.kv_bytes // per_block
     if not num_blocks or num_blocks < 1:
         raise PipelineError(
             f"{config.kv_bytes} bytes of KV cache hold no block; one takes {per_block} bytes: give more"
         )
     return num_blocks
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
+    """shape: numbers that are given, and names of those that are not.  Raises InvalidRequest."""
+    fits = tensor.ndim == len(shape) and all(
+        isinstance(wanted, str) or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(str(size) for size in shape)
+        raise InvalidRequest(f"{name} have shape {list(tensor.shape)}, not [{expected}]")
+    if not bool(tensor.isfinite().all()):
+        raise InvalidRequest(f"{name} hold NaN or infinite values")
 
 
 def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:

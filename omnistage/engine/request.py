@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from omnistage.errors import OmnistageError
@@ -20,6 +22,8 @@ class EngineConfig:
     add in one step, so that a long prompt does not hold up the others.
     max_model_len: rows of prompt and answer, at most what the model was trained for.
     dtype: of the KV cache; None is the model's, which is also the only other value allowed.
+    capture_layer: k keeps the hidden states after k layers of every row beside its keys and values
+    (as TextModel.forward's), so that requests can have theirs exported; kv_bytes covers them.
     """
 
     max_model_len: int
@@ -31,24 +35,39 @@ class EngineConfig:
     max_prefill_tokens_per_request: int = 512
     enable_prefix_cache: bool = True
     dtype: torch.dtype | None = None
+    capture_layer: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Prompt rows known as token ids."""
+    """Prompt rows known as token ids.
+
+    positions: rotary, [num_rows] or [3, num_rows] (time, row, column), any number type; None counts on
+    from the row before, from 0 at the first.  Generated rows count on from the last prompt row.
+    is_exported: whether EngineOutput.exported is to hold these rows.
+    """
 
     token_ids: tuple[int, ...]
+    positions: NDArray[Any] | None = None
+    is_exported: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingRows:
     """Prompt rows given as embeddings [num_rows, hidden], kept until the request ends.
 
-    digest: names the content (equal digests must mean equal rows); None is never cached.
+    digest: names the content (equal digests must mean equal rows and deepstack rows; positions need not
+    be covered); None is never cached.
+    positions, is_exported: as of TokenRows.
+    deepstack: [num_layers, num_rows, hidden], added to these rows after each of the first layers; for
+    models with open layers.  Kept until the request ends.
     """
 
     embeddings: Tensor
     digest: str | None
+    positions: NDArray[Any] | None = None
+    deepstack: Tensor | None = None
+    is_exported: bool = False
 
 
 Rows = TokenRows | EmbeddingRows
@@ -84,6 +103,9 @@ class EngineOutput:
 
     token_ids: new ones, including a stop or end-of-sequence token, which is always the last.
     finish_reason, usage: set on the request's last output only.
+    exported: [num_rows, hidden], what EngineConfig.capture_layer says of the prompt rows marked
+    is_exported, in order.  Comes once, as soon as the whole prompt is computed: with the first token,
+    or with the finish of a request whose forced output was complete.
     error: the request has failed and is forgotten; nothing else is set then.
     """
 
@@ -93,6 +115,7 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: OmnistageError | None = None
+    exported: Tensor | None = field(default=None, compare=False)  # tensors have no single ==
 
 
 @dataclass(frozen=True)

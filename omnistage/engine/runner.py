@@ -5,16 +5,19 @@ Knows sequences and the model; it neither decides what runs nor which token is p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from omnistage.engine.scheduler import ScheduledChunk
-from omnistage.engine.sequence import Sequence
+from omnistage.engine.sequence import EmbeddingSpan, Sequence
+from omnistage.models.qwen3_text import DeepstackRows
 from omnistage.ops.attention import (
     AttentionMetadata,
     BlockSelection,
@@ -31,9 +34,21 @@ _MAX_PADDING_ROWS = 512
 
 
 class FlatTokenModel(Protocol):
-    """What the engine asks of a model.  All tensors are rows, [num_tokens, ...]."""
+    """What the engine asks of a model.  All tensors are rows, [num_tokens, ...].
 
-    dtype: torch.dtype
+    num_position_axes: 1 or 3.  With 3, `forward` takes positions [3, num_tokens] as well.
+    num_open_layers: after which `forward` takes rows to add and gives hidden states; 0 if it is not
+    an OpenModel's.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def num_position_axes(self) -> int: ...
+
+    @property
+    def num_open_layers(self) -> int: ...
 
     def embed(self, token_ids: Tensor) -> Tensor: ...
 
@@ -42,12 +57,37 @@ class FlatTokenModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-class Runner:
-    """Owns the pages of all layers."""
+class OpenModel(Protocol):
+    """A model that takes rows and gives hidden states between its layers; see TextModel.forward."""
 
-    def __init__(self, model: FlatTokenModel, cache: PagedKVCache) -> None:
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        deepstack: DeepstackRows | None,
+        capture_layer: int | None,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+class Runner:
+    """Owns the pages of all layers, and those of captured hidden states."""
+
+    def __init__(
+        self,
+        model: FlatTokenModel,
+        cache: PagedKVCache,
+        *,
+        capture_layer: int | None = None,
+        hidden_size: int = 0,
+    ) -> None:
+        """capture_layer: see EngineConfig; needs an OpenModel and its hidden_size."""
         self._model = model
         self._cache = cache
+        self._capture_layer = capture_layer
+        num_slots = 0 if capture_layer is None else cache.num_blocks * cache.block_size
+        self._captured = torch.zeros(num_slots, hidden_size, dtype=model.dtype)  # rows as in the cache
 
     def execute(self, plan: Rows[ScheduledChunk]) -> tuple[list[Sequence], Tensor]:
         """Compute the planned rows and write their keys and values.
@@ -58,29 +98,74 @@ class Runner:
         decodes.sort(key=lambda chunk: -chunk.stop)  # neighbours in length share a group
         chunks = decodes + [chunk for chunk in plan if chunk.num_tokens > 1]
         stops = np.cumsum([chunk.num_tokens for chunk in chunks])
-        positions = torch.from_numpy(np.concatenate([np.arange(c.start, c.stop) for c in chunks]))
         metadata = self._metadata(chunks, len(decodes), stops)
-        hidden = self._model.forward(self._embed(chunks, stops), positions, metadata)
+        embedded, deepstack = self._embed(chunks, stops)
+        hidden = self._forward(embedded, self._positions(chunks), metadata, deepstack)
         sampled = [index for index, chunk in enumerate(chunks) if chunk.is_sampled]
         if len(sampled) < hidden.shape[0]:
             hidden = hidden[torch.from_numpy(stops[sampled] - 1)]
         return [chunks[index].sequence for index in sampled], self._model.logits(hidden)
 
-    def _embed(self, chunks: list[ScheduledChunk], stops: NDArray[np.int64]) -> Tensor:
-        """[num_tokens, hidden]: looked up for ids, copied for rows given as embeddings."""
-        token_ids: list[int] = []
-        for chunk in chunks:
-            token_ids.extend(chunk.sequence.token_ids[chunk.start : chunk.stop])
-        hidden = self._model.embed(torch.tensor(token_ids).clamp_(min=0))
-        for chunk, stop in zip(chunks, stops.tolist(), strict=True):
-            for span in chunk.sequence.embedding_spans:
-                first, last = max(span.start, chunk.start), min(span.stop, chunk.stop)
-                if first < last:
-                    offset = stop - chunk.stop  # from a row of the sequence to a row of the step
-                    hidden[first + offset : last + offset] = span.embeddings[
-                        first - span.start : last - span.start
-                    ]
+    def exported(self, sequence: Sequence) -> Tensor:
+        """[num_rows, hidden], own memory: what was captured of the rows in `export_ranges`.
+
+        They must be computed; blocks that came from the cache hold what their first owner captured.
+        """
+        size = self._cache.block_size
+        rows = np.concatenate([np.arange(start, stop) for start, stop in sequence.export_ranges])
+        slots = np.array(sequence.block_table, dtype=np.int64)[rows // size] * size + rows % size
+        return self._captured[torch.from_numpy(slots)]
+
+    def _forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        deepstack: DeepstackRows | None,
+    ) -> Tensor:
+        if deepstack is None and self._capture_layer is None:
+            return self._model.forward(hidden, positions, metadata)
+        result = cast(OpenModel, self._model).forward(
+            hidden, positions, metadata, deepstack=deepstack, capture_layer=self._capture_layer
+        )
+        if isinstance(result, Tensor):
+            return result
+        hidden, captured = result
+        # every row, whoever wants it: a block found in the cache later has its captured rows too
+        self._captured.index_copy_(0, metadata.slot_mapping, captured)
         return hidden
+
+    def _positions(self, chunks: list[ScheduledChunk]) -> Tensor:
+        """[num_tokens], int64, where all are row indices; else float32, with an axis in front if the
+        model's positions have several."""
+        if all(chunk.sequence.positions.are_row_indices for chunk in chunks):
+            return torch.from_numpy(np.concatenate([np.arange(c.start, c.stop) for c in chunks]))
+        rows = np.concatenate([c.sequence.positions.rows(c.start, c.stop) for c in chunks], axis=1)
+        return torch.from_numpy(rows if self._model.num_position_axes > 1 else rows[0])
+
+    def _embed(
+        self, chunks: list[ScheduledChunk], stops: NDArray[np.int64]
+    ) -> tuple[Tensor, DeepstackRows | None]:
+        """[num_tokens, hidden]: looked up for ids, copied for rows given as embeddings.
+
+        And what is to be added to some of them between the layers.
+        """
+        token_ids: list[int] = []
+        given: list[tuple[int, EmbeddingSpan, slice]] = []  # first row of the step, rows of the span
+        for chunk, stop in zip(chunks, stops.tolist(), strict=True):
+            token_ids.extend(chunk.sequence.token_ids[chunk.start : chunk.stop])
+            if chunk.start < chunk.sequence.num_prompt_tokens:
+                given += _given_rows(chunk, stop - chunk.num_tokens)
+        ids = torch.tensor(token_ids)
+        if not given:
+            return self._model.embed(ids), None
+        hidden = self._model.embed(ids.clamp_(min=0))
+        for first, span, taken in given:
+            hidden[first : first + taken.stop - taken.start] = span.embeddings[taken]
+        added = [
+            (first, span.deepstack[:, taken]) for first, span, taken in given if span.deepstack is not None
+        ]
+        return hidden, _join(added) if added else None
 
     def _metadata(
         self, chunks: list[ScheduledChunk], num_decodes: int, stops: NDArray[np.int64]
@@ -146,3 +231,20 @@ class Runner:
             first = int(tables[0, 0])
             return slice(first, first + num_blocks)
         return torch.from_numpy(tables.reshape(-1))
+
+
+def _given_rows(chunk: ScheduledChunk, start: int) -> Iterator[tuple[int, EmbeddingSpan, slice]]:
+    """What of the chunk, whose first row is row `start` of the step, is given as embeddings."""
+    for span in chunk.sequence.embedding_spans:
+        first, last = max(span.start, chunk.start), min(span.stop, chunk.stop)
+        if first < last:
+            yield start + first - chunk.start, span, slice(first - span.start, last - span.start)
+
+
+def _join(parts: list[tuple[int, Tensor]]) -> DeepstackRows:
+    """parts: first row of the step, and [num_layers, num_rows, hidden] of the rows from there on."""
+    rows = torch.cat([torch.arange(first, first + part.shape[1]) for first, part in parts])
+    num_layers = max(part.shape[0] for _, part in parts)
+    # a part with fewer layers adds nothing to the others
+    padded = [F.pad(part, (0, 0, 0, 0, 0, num_layers - part.shape[0])) for _, part in parts]
+    return DeepstackRows(rows, torch.cat(padded, dim=1).unbind())

@@ -12,6 +12,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from omnistage.engine.positions import RowPositions
 from omnistage.engine.request import EmbeddingRows, EngineRequest, Rows
 from omnistage.types import Usage
 
@@ -26,12 +27,16 @@ class SequenceStatus(Enum):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingSpan:
-    """Rows [start, stop) of the sequence are given: embeddings [stop - start, hidden]."""
+    """Rows [start, stop) of the sequence are given: embeddings [stop - start, hidden].
+
+    deepstack: [num_layers, stop - start, hidden].
+    """
 
     start: int
     stop: int
     embeddings: Tensor
     digest: str | None
+    deepstack: Tensor | None
 
 
 class Sequence:
@@ -41,6 +46,7 @@ class Sequence:
     values are in the pages; only the scheduler and the engine's update change it.
     block_table: blocks owned, in row order.  num_cached_tokens: rows of others that were found in the
     cache (not its own, found again after a preemption).
+    export_ranges: [start, stop) of prompt rows whose captured hidden states are still to be delivered.
     """
 
     def __init__(self, request: EngineRequest, arrival: int, block_size: int) -> None:
@@ -49,6 +55,8 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids: list[int] = []
         self.embedding_spans: list[EmbeddingSpan] = []
+        self.positions = RowPositions()
+        self.export_ranges: list[tuple[int, int]] = []
         self.prompt_is_complete = False
         self.num_prompt_tokens = 0
         self.num_computed_tokens = 0
@@ -100,9 +108,15 @@ class Sequence:
             if isinstance(piece, EmbeddingRows):
                 stop = start + piece.embeddings.shape[0]
                 self.token_ids.extend([EMBEDDING_ROW] * (stop - start))
-                self.embedding_spans.append(EmbeddingSpan(start, stop, piece.embeddings, piece.digest))
+                self.embedding_spans.append(
+                    EmbeddingSpan(start, stop, piece.embeddings, piece.digest, piece.deepstack)
+                )
             else:
                 self.token_ids.extend(piece.token_ids)
+            if piece.positions is not None:
+                self.positions.extend(start, piece.positions)
+            if piece.is_exported and len(self.token_ids) > start:
+                self.export_ranges.append((start, len(self.token_ids)))
         self.num_prompt_tokens = len(self.token_ids)
         self.prompt_is_complete = is_complete
         if is_complete:
@@ -121,7 +135,7 @@ class Sequence:
         """Names everything that determines the keys and values of block `index`.
 
         The block's rows must be known.  None if the block or one before it holds rows without a
-        digest.  Rotary positions are row indices, which the chain over the parents covers.
+        digest.  Rotary positions are covered: by the chain over the parents where they are row indices.
         """
         while self._is_hashable and len(self._hashes) <= index + 1:
             material = self._block_material(len(self._hashes) - 1)
@@ -134,7 +148,7 @@ class Sequence:
     def _block_material(self, index: int) -> bytes | None:
         start, stop = index * self._block_size, (index + 1) * self._block_size
         assert stop <= len(self.token_ids), f"block {index} is not known yet"
-        pieces = [array("q", self.token_ids[start:stop]).tobytes()]
+        pieces = [array("q", self.token_ids[start:stop]).tobytes(), self.positions.material(start, stop)]
         for span in self.embedding_spans:
             if span.start < stop and span.stop > start:
                 if span.digest is None:

@@ -141,7 +141,11 @@ class Decoder:
 
     weight_bytes: memory of the weights as held (a tied output projection is held twice: plain for
     look-up, packed for the product).
+    num_position_axes, num_open_layers: see omnistage.engine.runner.FlatTokenModel.
     """
+
+    num_position_axes = 1
+    num_open_layers = 0
 
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         """Takes every tensor it needs from `checkpoint`.  Raises WeightsError."""

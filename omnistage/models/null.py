@@ -34,6 +34,8 @@ class NullDecoder:
 
     dtype = torch.float32
     weight_bytes = 0
+    num_position_axes = 1
+    num_open_layers = 0
 
     def __init__(self, config: NullConfig) -> None:
         self.config = config

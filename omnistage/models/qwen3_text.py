@@ -265,6 +265,8 @@ class TextModel:
     """A causal model over flat rows: table, layers and head.
 
     embedding: [vocab, hidden].  weight_bytes: of the weights as held.
+    num_position_axes: NUM_AXES, or 1.
+    num_open_layers: after which `forward` takes rows to add, and gives hidden states; all.
     """
 
     def __init__(
@@ -273,6 +275,8 @@ class TextModel:
         self.config = config
         self.dtype = layers.dtype
         self.weight_bytes = weight_bytes
+        self.num_position_axes = 1 if config.rope_sections is None else NUM_AXES
+        self.num_open_layers = config.num_layers
         self._embedding = embedding
         self._layers = layers
         self._head = head

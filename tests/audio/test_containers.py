@@ -285,6 +285,12 @@ def test_a_stream_header_is_not_taken_for_a_cut_file() -> None:
     assert decode(streamed("wav", tone()), max_seconds=5).duration == pytest.approx(1.0)
 
 
+def test_rates_nobody_hears_are_brought_down() -> None:
+    pcm = decode(encode(Pcm(tone(0.5, rate=192_000), 192_000), "flac"), max_seconds=5)
+    assert pcm.sample_rate == 48_000
+    assert pcm.duration == pytest.approx(0.5, abs=0.01)
+
+
 def test_samples_that_are_no_numbers_are_refused() -> None:
     data = bytearray(encode(Pcm(tone(0.3), RATE), "wav_f32"))
     data[-4:] = b"\0\0\xc0\x7f"  # NaN, as IEEE 754 writes it

@@ -34,13 +34,13 @@ class Reader:
     """An app that reads its body and then answers for as long as it is told."""
 
     def __init__(self):
+        self.has_read = asyncio.Event()
         self.is_released = asyncio.Event()
-        self.num_read = 0
 
     async def __call__(self, scope, receive, send):
         while (await receive()).get("more_body"):
             pass
-        self.num_read += 1
+        self.has_read.set()
         await self.is_released.wait()
 
 
@@ -48,8 +48,7 @@ async def test_bodies_count_until_their_answers_end():
     app = Reader()
     limit = BodyLimit(app, max_bytes=1000, max_total_bytes=1500)
     first = asyncio.create_task(limit(SCOPE, body_of(900), unsent))
-    while not app.num_read:
-        await asyncio.sleep(0)
+    await app.has_read.wait()
     with pytest.raises(Overloaded, match="limit is 1500"):
         await limit(SCOPE, body_of(900), unsent)
     assert limit.total_bytes == 900

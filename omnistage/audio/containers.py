@@ -146,7 +146,8 @@ def _mono_blocks(
         if not frame.samples:
             continue
         if resampler is None:  # channels stay the first frame's, and so does a rate that is not excessive
-            resampler = av.AudioResampler(format="fltp", rate=min(rate, MAX_DECODED_RATE))
+            # Packed: PyAV 18 crashes the process when it converts planar frames of 8 or more channels.
+            resampler = av.AudioResampler(format="flt", rate=min(rate, MAX_DECODED_RATE))
         frame.pts = None
         try:
             converted = resampler.resample(frame)
@@ -155,8 +156,12 @@ def _mono_blocks(
                 "the audio changes its sample rate or channels midway; convert it to one format"
             ) from error
         for part in converted:
+            channels = np.frombuffer(memoryview(part.planes[0]), np.float32)[
+                : part.samples * part.layout.nb_channels
+            ]
             with np.errstate(invalid="ignore", over="ignore"):  # decode() refuses what is not finite
-                yield part.sample_rate, part.to_ndarray().mean(axis=0, dtype=np.float32)
+                mono = channels.reshape(part.samples, -1).mean(axis=1, dtype=np.float32)
+            yield part.sample_rate, mono
 
 
 def encode(pcm: Pcm, audio_format: str) -> bytes:

@@ -40,7 +40,7 @@ def decode_image(data: bytes, *, max_pixels: int = MAX_IMAGE_PIXELS) -> NDArray[
     except MediaTooLarge:
         raise
     except Image.DecompressionBombError as error:
-        raise MediaTooLarge(f"the image is too large to decode: {error}; scale it down") from error
+        raise MediaTooLarge(f"the image has more than {max_pixels:,} pixels; scale it down") from error
     except UnidentifiedImageError as error:
         raise MediaError(
             f"the {len(data)} bytes are not a picture in a known format; send PNG, JPEG, WebP, GIF or BMP"
@@ -55,4 +55,7 @@ def _on_white(image: Image.Image) -> Image.Image:
         rgba = image.convert("RGBA")
         background = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(background, rgba).convert("RGB")
+    if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255
+        levels = np.asarray(image).astype(np.int64)
+        return Image.fromarray((levels >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
     return image.convert("RGB")

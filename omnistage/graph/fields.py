@@ -126,9 +126,10 @@ class Text(ValueType):
 
 @dataclass(frozen=True)
 class Count(ValueType):
-    """A whole number of at least `minimum`."""
+    """A whole number from `minimum` to `maximum`."""
 
     minimum: int = 1
+    maximum: int = _MAX_INTEGER
     label = "whole number"
 
     def parse(self, value: object) -> int:
@@ -136,10 +137,13 @@ class Count(ValueType):
             raise ValueError(f"must be a whole number of at least {self.minimum}, not {value!r}")
         if not self.minimum <= value <= _MAX_INTEGER:
             raise ValueError(f"must be at least {self.minimum}, not {value}")
+        if value > self.maximum:
+            raise ValueError(f"must be at most {self.maximum}, not {value}")
         return value
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "integer", "minimum": self.minimum}
+        bound = {} if self.maximum == _MAX_INTEGER else {"maximum": self.maximum}
+        return {"type": "integer", "minimum": self.minimum, **bound}
 
 
 class Bytes(ValueType):

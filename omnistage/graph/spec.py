@@ -98,11 +98,15 @@ class StageSpec:
     )
     replicas: int = field(
         default=1,
-        metadata=described(Count(), "Worker processes (or tensor-parallel groups) of this stage."),
+        metadata=described(
+            Count(maximum=1024), "Worker processes (or tensor-parallel groups) of this stage."
+        ),
     )
     tensor_parallel: int = field(
         default=1,
-        metadata=described(Count(), "Devices over which one replica's weights are split.", kinds=_LLM),
+        metadata=described(
+            Count(maximum=1024), "Devices over which one replica's weights are split.", kinds=_LLM
+        ),
     )
     dtype: Literal["auto", "float32", "bfloat16"] = field(
         default="auto",
@@ -163,7 +167,7 @@ class StageSpec:
     threads: int | None = field(
         default=None,
         metadata=described(
-            Count(),
+            Count(maximum=1024),
             "CPU threads of each replica. Left out: one per core (stages on a device take turns).",
             unit="threads",
         ),

@@ -68,6 +68,7 @@ async def prepare_chat(service: Service, body: ChatCompletionRequest) -> ChatJob
         for index, message in enumerate(body.messages)
     ]
     media = await load_media(service, info, collector.sources)
+    _check_length(service, messages, info.max_model_len)
     segments = service.prompt.render(messages)
     request = GenerateRequest(
         request_id="chatcmpl-" + uuid.uuid4().hex,
@@ -80,6 +81,19 @@ async def prepare_chat(service: Service, body: ChatCompletionRequest) -> ChatJob
         cache_salt=body.cache_salt or "",
     )
     return ChatJob(body, request.request_id, tuple(_choice(request, index) for index in range(body.n or 1)))
+
+
+def _check_length(service: Service, messages: Sequence[PromptMessage], max_model_len: int) -> None:
+    """Refuse a text that cannot fit before tokenising it, which takes a second per megabyte."""
+    pieces = [piece for message in messages for piece in message.pieces]
+    num_characters = sum(len(piece.text) for piece in pieces if isinstance(piece, TextPiece))
+    limit = max_model_len * service.prompt.tokenizer.longest_token
+    if num_characters > limit:
+        raise ContextOverflow(
+            f"the messages have {num_characters} characters; no text over {limit} fits the context of "
+            f"{max_model_len} tokens: shorten it",
+            param="messages",
+        )
 
 
 async def load_media(

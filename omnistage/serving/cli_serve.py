@@ -20,7 +20,7 @@ from omnistage.errors import TransportError
 from omnistage.graph import PipelineSpec
 from omnistage.serving.app import create_app
 from omnistage.serving.cli_pipeline import LoadProgress, load_spec
-from omnistage.serving.launch import LaunchOptions, ensure_weights, start_pipeline
+from omnistage.serving.launch import LaunchOptions, Pipeline, ensure_weights, start_pipeline
 from omnistage.serving.settings import MediaSettings, ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ async def _serve(options: Namespace, spec: PipelineSpec, listener: socket.socket
             ws="none",
         )
         server = _Server(config)
-        _stop_on_signals(server)
+        stopping = _stop_on_signals(server, pipeline)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         loading = asyncio.create_task(pipeline.wait_ready())
         try:
@@ -88,12 +88,26 @@ async def _serve(options: Namespace, spec: PipelineSpec, listener: socket.socket
         finally:
             server.should_exit = True
             loading.cancel()
-            await asyncio.gather(serving, loading, return_exceptions=True)
+            stopping.cancel()
+            await asyncio.gather(serving, loading, stopping, return_exceptions=True)
     return 0
 
 
-def _stop_on_signals(server: uvicorn.Server) -> None:
-    """The first signal drains; Ctrl-C once more cuts running answers short."""
+def _stop_on_signals(server: uvicorn.Server, pipeline: Pipeline) -> asyncio.Task[None]:
+    """The first signal drains: 503 for new requests, GRACE_SECONDS for running ones; a second cuts them."""
     loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    def on_signal() -> None:
+        if asked.is_set():
+            server.should_exit = server.force_exit = True
+        asked.set()
+
+    async def stop() -> None:
+        await asked.wait()
+        await pipeline.orchestrator.drain(GRACE_SECONDS)
+        server.should_exit = True  # what is left are the last bytes of answers
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.handle_exit, number, None)
+        loop.add_signal_handler(number, on_signal)
+    return asyncio.create_task(stop())

@@ -317,7 +317,7 @@ class Orchestrator:
             error = ReplayExhausted(
                 f"stage {replica.stage.name!r} died while it served this request, which makes "
                 f"{active.attempt + 1} deaths; it survives {self.spec.replay_budget} (replay_budget); "
-                "send it again"
+                "if that goes on, its input may be what ends the stage"
             )
             active.fail(error)
             self._remove(active)

@@ -52,8 +52,12 @@ def prepare_speech(service: Service, body: SpeechRequest) -> GenerateRequest:
             code="string_above_max_length",
             param="input",
         )
-    if not body.input.strip():
-        raise InvalidRequest("'input' is blank; there is nothing to say", code="invalid_value", param="input")
+    if not any(character.isalnum() for character in body.input):
+        raise InvalidRequest(
+            "'input' has neither letters nor digits; there is nothing to say",
+            code="invalid_value",
+            param="input",
+        )
     return GenerateRequest(
         request_id="speech-" + uuid.uuid4().hex,
         outputs=("audio",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import tokenizers
@@ -36,6 +36,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids, added tokens included: valid ids are below it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least len(text) / longest_token tokens."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a rendered prompt; special tokens in it count as such, none are added."""

@@ -40,10 +40,18 @@ class ClusterKeys:
     def load(cls, path: Path) -> ClusterKeys:
         """Raises TransportError if the file is not a pair of keys that belong together."""
         try:
-            public, secret = path.read_bytes().split()
+            content = path.read_bytes()
+        except OSError as error:
+            raise TransportError(
+                f"the key file {path} cannot be read ({error.strerror}); copy the orchestrator's"
+            ) from error
+        try:
+            public, secret = content.split()
             is_pair = zmq.curve_public(secret) == public
-        except (OSError, ValueError, zmq.ZMQError) as error:
-            raise TransportError(f"{path} is not a key file: {error}; copy the orchestrator's") from error
+        except (ValueError, zmq.ZMQError) as error:
+            raise TransportError(
+                f"{path} does not hold a pair of keys; copy the orchestrator's file"
+            ) from error
         if not is_pair:
             raise TransportError(f"the keys in {path} do not belong together; copy the orchestrator's file")
         return cls(public, secret)

@@ -285,6 +285,22 @@ def test_a_stream_header_is_not_taken_for_a_cut_file() -> None:
     assert decode(streamed("wav", tone()), max_seconds=5).duration == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("num_channels", [3, 6, 7, 8, 9, 16, 64])
+def test_many_channels_are_averaged(num_channels: int) -> None:
+    """PyAV's planar conversion ends the whole process from 8 channels on."""
+    levels = np.linspace(-0.5, 0.4, num_channels, dtype=np.float32)
+    samples = np.tile(levels, (2000, 1))
+    data = wav_header(8000, num_bytes=samples.nbytes, is_float=True)
+    position = data.index(b"fmt ") + 10
+    data = bytearray(data)
+    data[position : position + 2] = num_channels.to_bytes(2, "little")
+    data[position + 6 : position + 10] = (8000 * num_channels * 4).to_bytes(4, "little")
+    data[position + 10 : position + 12] = (num_channels * 4).to_bytes(2, "little")
+    pcm = decode(bytes(data) + samples.tobytes(), max_seconds=5)
+    assert len(pcm.samples) == 2000
+    np.testing.assert_allclose(pcm.samples, levels.mean(), atol=1e-6)
+
+
 def test_rates_nobody_hears_are_brought_down() -> None:
     pcm = decode(encode(Pcm(tone(0.5, rate=192_000), 192_000), "flac"), max_seconds=5)
     assert pcm.sample_rate == 48_000

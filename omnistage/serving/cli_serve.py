@@ -26,6 +26,7 @@ from omnistage.serving.settings import MediaSettings, ServerSettings
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10  # that running answers get when the server stops
+FLUSH_SECONDS = 2  # that their last bytes get after that
 
 
 class _Server(uvicorn.Server):
@@ -70,7 +71,7 @@ async def _serve(options: Namespace, spec: PipelineSpec, listener: socket.socket
             log_level=options.log_level,
             access_log=options.log_level == "debug",
             log_config=None,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
             ws="none",
         )
         server = _Server(config)
@@ -105,8 +106,10 @@ def _stop_on_signals(server: uvicorn.Server, pipeline: Pipeline) -> asyncio.Task
 
     async def stop() -> None:
         await asked.wait()
-        await pipeline.orchestrator.drain(GRACE_SECONDS)
-        server.should_exit = True  # what is left are the last bytes of answers
+        try:
+            await pipeline.drain(GRACE_SECONDS)
+        finally:
+            server.should_exit = True  # what is left are the last bytes of answers
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)

@@ -76,6 +76,10 @@ class Pipeline:
         """Return when every stage serves.  Raises the error of a stage that cannot."""
         await self.supervisor.wait_ready()
 
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests; end those that still run after that time with an error."""
+        await self.orchestrator.drain(seconds)
+
 
 @contextlib.asynccontextmanager
 async def start_pipeline(spec: PipelineSpec, options: LaunchOptions | None = None) -> AsyncIterator[Pipeline]:

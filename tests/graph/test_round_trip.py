@@ -33,7 +33,7 @@ def values_of(type_):
         case Flag():
             return st.booleans()
         case Count():
-            return st.integers(type_.minimum, 2000)
+            return st.integers(type_.minimum, min(type_.maximum, 2000))
         case Bytes():
             return BYTES
         case Choice():

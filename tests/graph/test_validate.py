@@ -189,3 +189,9 @@ def test_edges_into_a_vocoder_stream():
                 "talker->vocoder.credits=null",
             ],
         )
+
+
+@pytest.mark.parametrize("setting", ["replicas", "tensor_parallel", "threads"])
+def test_counts_of_processes_are_bounded(setting):
+    with pytest.raises(PipelineError, match=rf"thinker\.{setting}: must be at most 1024, not 99999999999"):
+        load_pipeline("starter", overrides=[f"thinker.{setting}=99999999999"])

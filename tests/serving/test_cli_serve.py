@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import httpx
 import pytest
 from fake_backend import FakeBackend, Hold
 
-from omnistage.errors import WeightsError
+from omnistage.errors import Draining, WeightsError
 from omnistage.serving import cli_serve
 from omnistage.serving.cli import main
 from omnistage.serving.requests import TextDelta
@@ -31,6 +32,16 @@ class FakePipeline:
     failure: Exception | None = None
     is_closed: bool = False
     load: threading.Event = field(default_factory=threading.Event)
+
+    async def drain(self, seconds: float) -> None:
+        self.orchestrator.is_ready = False
+        self.orchestrator.refusal = Draining("the server is stopping")
+        await asyncio.to_thread(self.wait_until_idle, seconds)
+
+    def wait_until_idle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.orchestrator.num_open and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     async def wait_ready(self) -> None:
         await asyncio.to_thread(self.load.wait, 20)
@@ -133,6 +144,9 @@ def test_running_answers_may_finish(pipeline: FakePipeline, monkeypatch: pytest.
             lines = reply.iter_lines()
             next(lines)
             os.kill(os.getpid(), signal.SIGTERM)
+            while httpx.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 200:
+                pass  # until the signal has arrived; then the server says that it stops
+            assert httpx.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 503
             may_go_on.set()
             assert [line for line in lines if line][-1] == "data: [DONE]"
 
@@ -152,6 +166,9 @@ def test_a_second_signal_cuts_answers_short(pipeline: FakePipeline, monkeypatch:
             lines = reply.iter_lines()
             next(lines)
             os.kill(os.getpid(), signal.SIGINT)
+            # Two signals at once may arrive as one.
+            while httpx.get(f"{url}/ready").status_code != 503:
+                pass
             os.kill(os.getpid(), signal.SIGINT)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)

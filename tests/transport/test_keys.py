@@ -33,7 +33,7 @@ def test_keys_of_different_pairs_are_refused(tmp_path):
     path.write_bytes(zmq.curve_keypair()[0] + b"\n" + zmq.curve_keypair()[1])
     with pytest.raises(TransportError, match="belong together"):
         ClusterKeys.load(path)
-    with pytest.raises(TransportError, match="cannot be read|does not hold a pair of keys"):
+    with pytest.raises(TransportError, match="cannot be read"):
         ClusterKeys.load(tmp_path / "missing")
 
 

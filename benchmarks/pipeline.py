@@ -34,7 +34,7 @@ STORY = "Tell a story about a river in four sentences."
 
 def llm_graph(model: str, name: str) -> Graph:
     graph = Graph(name, model=model)
-    graph.output(text=graph.llm("thinker", kv_cache="256MiB", max_model_len=2048))
+    graph.output(text=graph.llm("thinker", dtype="float32", kv_cache="256MiB", max_model_len=2048))
     return graph
 
 

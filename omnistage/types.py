@@ -140,7 +140,14 @@ class MediaSegment(msgspec.Struct, frozen=True, tag="media"):
     item: int
 
 
-Segment = TokenSegment | MediaSegment
+class MergedSegment(msgspec.Struct, frozen=True, tag="merged"):
+    """A video and its sound track; their rows stand in the prompt by time."""
+
+    video: MediaSegment
+    sound: MediaSegment
+
+
+Segment = TokenSegment | MediaSegment | MergedSegment
 
 
 class Media(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ MAX_DECODED_RATE = 48_000  # Hz; nobody hears more, and ten minutes at 384 kHz t
 UNKNOWN_SIZE = 0xFFFF_FFFF  # in a WAV header: the stream goes on until it ends
 
 # Demuxers for files; playlists and scripts, which make FFmpeg open other files, are left out.
-_DEMUXERS = "wav,w64,mp3,flac,ogg,mov,matroska,aac,aiff,au,caf,amr,ac3,mpegts"
+_DEMUXERS = "wav,w64,mp3,flac,ogg,mov,matroska,aac,aiff,au,caf,amr,ac3,mpegts,mpeg,avi,flv,asf"
 
 # format -> muxer, codec, bits per second
 _ENCODINGS: dict[str, tuple[str, str, int | None]] = {
@@ -54,6 +54,8 @@ _STREAM_OPTIONS = {
 def decode(data: bytes, *, max_seconds: float) -> Pcm:
     """Decode a sound file (wav, mp3, flac, ogg, m4a, webm, aac and others), averaged to mono.
 
+    Of a video (mp4, mov, mkv, webm, avi and others) it is the first sound track.
+
     Raises MediaTooLarge if it lasts longer than max_seconds, and MediaError if it is empty, no sound
     file, cut short, damaged, without a sound track, or of a sample rate outside 4 to 384 kHz.
     A rate over 48 kHz is brought down to that.
@@ -64,8 +66,12 @@ def decode(data: bytes, *, max_seconds: float) -> Pcm:
         options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "none"}
         with av.open(io.BytesIO(data), mode="r", options=options, metadata_errors="replace") as container:
             if not container.streams.audio:
+                remedy = (
+                    " or leave out use_audio_in_video, which needs one" if container.streams.video else ""
+                )
                 raise MediaError(
-                    f"the file ({container.format.long_name}) has no sound track; send one that has sound"
+                    f"the file ({container.format.long_name}) has no sound track; send one that has "
+                    f"sound{remedy}"
                 )
             stream = container.streams.audio[0]
             promised = 0.0 if _is_length_guessed(container.format.name, data) else _seconds(stream)

@@ -6,17 +6,22 @@ looks for stop strings), no stage and no transport, and starts no thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Ids
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from omnistage.engine.block_manager import BlockManager
-from omnistage.engine.positions import NUM_AXES
+from omnistage.engine.checks import (
+    ModelSizes,
+    check_rows,
+    check_sampling,
+    check_tensor,
+    check_token_id,
+    num_kv_blocks,
+)
 from omnistage.engine.request import (
     EmbeddingRows,
     EngineConfig,
@@ -26,13 +31,14 @@ from omnistage.engine.request import (
     Rows,
     TokenRows,
 )
-from omnistage.engine.runner import FlatTokenModel, Runner
+from omnistage.engine.runner import FlatTokenModel, FrameModel, Runner
 from omnistage.engine.sampler import Sample, sample
 from omnistage.engine.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from omnistage.engine.sequence import Sequence
 from omnistage.errors import ContextOverflow, InvalidRequest, PipelineError, RequestFailed
+from omnistage.models.qwen3_residual_codes import CodeSampling
 from omnistage.ops.attention import PagedKVCache
-from omnistage.types import FinishReason, SamplingParams, Usage
+from omnistage.types import FinishReason, Usage
 
 __all__ = [
     "EmbeddingRows",
@@ -43,19 +49,6 @@ __all__ = [
     "EngineStats",
     "TokenRows",
 ]
-
-
-class ModelSizes(Protocol):
-    """What the engine reads of a model's configuration."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def max_position_embeddings(self) -> int: ...
 
 
 class EngineModel(FlatTokenModel, Protocol):
@@ -84,7 +77,7 @@ class Engine:
         self.config = config
         self.weight_bytes = model.weight_bytes
         self.last_scheduled: list[str] = []
-        num_blocks = _num_blocks(model, config)
+        num_blocks = num_kv_blocks(model, config)
         trained = model.config.max_position_embeddings
         if config.max_model_len > trained:
             raise PipelineError(
@@ -104,6 +97,7 @@ class Engine:
         self._runner = Runner(
             model, self._cache, capture_layer=config.capture_layer, hidden_size=model.config.hidden_size
         )
+        self._frames: FrameModel | None = model if isinstance(model, FrameModel) else None
         self._sequences: dict[str, Sequence] = {}
         self._finished: list[EngineOutput] = []  # of requests that ended without a step
         self._num_arrivals = 0
@@ -123,8 +117,11 @@ class Engine:
         vocab_size = self._model.config.vocab_size
         check_sampling(request.sampling, vocab_size)
         for token_id in request.forced_token_ids:
-            _check_token_id(token_id, vocab_size, "forced_token_ids")
-        sequence = Sequence(request, self._num_arrivals, self.config.block_size)
+            check_token_id(token_id, vocab_size, "forced_token_ids")
+        self._check_forced_rows(request)
+        sequence = Sequence(
+            request, self._num_arrivals, self.config.block_size, makes_frames=self._frames is not None
+        )
         self._extend(sequence, request.rows, is_complete=request.prompt_is_complete)
         self._num_arrivals += 1
         self._sequences[request.request_id] = sequence
@@ -144,6 +141,23 @@ class Engine:
             raise InvalidRequest(f"the prompt of {request_id!r} is already complete")
         self._extend(sequence, rows, is_complete=is_complete)
         self._finish_if_forced_to(sequence)
+
+    def feed(self, request_id: str, rows: Tensor, *, filler: Tensor | None = None) -> None:
+        """Give a request of a model that makes frames the text parts of its next rows.
+
+        rows: [num_rows, hidden], of the rows after the next frames, one each, in order.  A request that
+        has none left is skipped by steps until more come.  filler: [hidden], of all rows after these.
+        Unknown ids are ignored: the request may have ended.  Raises InvalidRequest for rows that do not
+        fit the model, are not finite, or come after the filler.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        check_tensor("text rows", rows, ("num_rows", self._model.config.hidden_size))
+        if not sequence.makes_frames or sequence.filler is not None:
+            raise InvalidRequest(f"the request {request_id!r} takes no (more) text rows")
+        sequence.text_rows.extend(rows)
+        sequence.filler = filler
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free all it holds.  Idempotent; no output follows."""
@@ -168,8 +182,15 @@ class Engine:
         Raises InvalidRequest for an id outside the vocabulary.
         """
         for token_id in token_ids:
-            _check_token_id(token_id, self._model.config.vocab_size, "token_ids")
+            check_token_id(token_id, self._model.config.vocab_size, "token_ids")
         return self._model.embed(torch.tensor(token_ids, dtype=torch.int64))
+
+    def _check_forced_rows(self, request: EngineRequest) -> None:
+        expected = len(request.forced_token_ids) if self._frames is not None else 0
+        if request.forced_rows is not None:
+            check_tensor("forced rows", request.forced_rows, (expected, self._model.config.hidden_size))
+        elif expected:
+            raise InvalidRequest(f"{expected} forced codes need the rows their frames make; give forced_rows")
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -185,9 +206,10 @@ class Engine:
         self.last_scheduled = [chunk.sequence.request_id for chunk in plan]
         if plan:
             with torch.inference_mode():
-                sequences, logits = self._runner.execute(plan)
-                samples = sample(sequences, logits) if sequences else []
-            outputs += self._update(plan, sequences, samples)
+                sequences, hidden = self._runner.execute(plan)
+                samples = sample(sequences, self._model.logits(hidden)) if sequences else []
+                fresh = self._update(plan, sequences, samples)
+                outputs += fresh if self._frames is None else self._with_frames(fresh, hidden)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -216,6 +238,29 @@ class Engine:
             outputs.append(self._fail(sequence) if sampled is None else self._accept(sequence, sampled))
         return outputs
 
+    def _with_frames(self, outputs: list[EngineOutput], hidden: Tensor) -> list[EngineOutput]:
+        """Complete the frames of requests that go on: the codes just sampled are the first of each.
+
+        hidden: [len(outputs), hidden], what the codes were sampled from.
+        """
+        rows = [
+            row
+            for row, output in enumerate(outputs)
+            if output.token_ids and output.finish_reason is None  # the last code makes no frame
+        ]
+        if not rows or self._frames is None:
+            return outputs
+        sequences = [self._sequences[outputs[row].request_id] for row in rows]
+        codes = torch.tensor([outputs[row].token_ids[0] for row in rows])
+        noise = [_frame_noise(sequence) for sequence in sequences]
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden[rows]
+        frames, parts = self._frames.next_input(hidden, codes, noise)
+        for row, sequence, frame, part in zip(rows, sequences, frames.tolist(), parts, strict=True):
+            sequence.frame_rows.append(part)
+            outputs[row] = replace(outputs[row], frame=tuple(frame))
+        return outputs
+
     def _accept(self, sequence: Sequence, sampled: Sample) -> EngineOutput:
         exported = None
         if sequence.export_ranges:
@@ -229,7 +274,12 @@ class Engine:
         reason = self._finish_reason(sequence)
         usage = None if reason is None else self.finish(sequence.request_id, reason)
         return EngineOutput(
-            sequence.request_id, (sampled.token_id,), logprobs, reason, usage, exported=exported
+            sequence.request_id,
+            (sampled.token_id,),
+            logprobs,
+            finish_reason=reason,
+            usage=usage,
+            exported=exported,
         )
 
     def _fail(self, sequence: Sequence) -> EngineOutput:
@@ -259,11 +309,10 @@ class Engine:
             return FinishReason.LENGTH
         return None
 
-    # --- checks -------------------------------------------------------------------------------
-
     def _extend(self, sequence: Sequence, rows: tuple[Rows, ...], *, is_complete: bool) -> None:
         """Check everything, then append."""
-        total = len(sequence.token_ids) + sum(self._check_rows(piece) for piece in rows)
+        total = len(sequence.token_ids)
+        total += sum(check_rows(self._model, self.config, piece) for piece in rows)
         if is_complete and not total:
             raise InvalidRequest("the prompt is empty; give at least one token", param="messages")
         if total + 1 > self._max_rows:
@@ -274,41 +323,6 @@ class Engine:
                 param="messages",
             )
         sequence.extend_prompt(rows, is_complete=is_complete)
-
-    def _check_rows(self, piece: Rows) -> int:
-        """Number of rows.  Raises InvalidRequest."""
-        if isinstance(piece, EmbeddingRows):
-            _check_tensor("embeddings", piece.embeddings, ("num_rows", self._model.config.hidden_size))
-            num_rows = piece.embeddings.shape[0]
-            if piece.deepstack is not None:
-                expected = ("num_layers", num_rows, self._model.config.hidden_size)
-                _check_tensor("deepstack rows", piece.deepstack, expected)
-                if piece.deepstack.shape[0] > self._model.num_open_layers:
-                    raise InvalidRequest(
-                        f"deepstack rows are for {piece.deepstack.shape[0]} layers; this model takes "
-                        f"them after {self._model.num_open_layers}"
-                    )
-        else:
-            for token_id in piece.token_ids:
-                _check_token_id(token_id, self._model.config.vocab_size, "prompt")
-            num_rows = len(piece.token_ids)
-        if piece.positions is not None:
-            self._check_positions(piece.positions, num_rows)
-        if piece.is_exported and self.config.capture_layer is None:
-            raise InvalidRequest("rows are to be exported, but the engine has no capture_layer; set one")
-        return num_rows
-
-    def _check_positions(self, positions: NDArray[Any], num_rows: int) -> None:
-        shapes: list[tuple[int, ...]] = [(num_rows,)]
-        if self._model.num_position_axes == NUM_AXES:
-            shapes.append((NUM_AXES, num_rows))
-        if positions.shape not in shapes:
-            raise InvalidRequest(
-                f"positions have shape {list(positions.shape)}, not "
-                + " or ".join(str(list(shape)) for shape in shapes)
-            )
-        if not bool(np.isfinite(positions).all()):
-            raise InvalidRequest("positions hold NaN or infinite values")
 
     def _finish_if_forced_to(self, sequence: Sequence) -> None:
         """End a request whose forced output is already complete; the next step reports it.
@@ -322,74 +336,12 @@ class Engine:
             self._finished.append(EngineOutput(sequence.request_id, finish_reason=reason, usage=usage))
 
 
-def _num_blocks(model: EngineModel, config: EngineConfig) -> int:
-    if (config.num_blocks is None) == (config.kv_bytes is None):
-        raise PipelineError("give exactly one of num_blocks and kv_bytes")
-    if config.dtype not in (None, model.dtype):
-        raise PipelineError(f"a KV cache in {config.dtype} does not fit weights in {model.dtype}")
-    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_request"):
-        if getattr(config, name) < 1:
-            raise PipelineError(f"{name} is {getattr(config, name)}; it must be at least 1")
-    per_block = model.kv_bytes_per_block(config.block_size)
-    if config.capture_layer is not None:
-        if not 0 <= config.capture_layer <= model.num_open_layers or not model.num_open_layers:
-            raise PipelineError(
-                f"capture_layer is {config.capture_layer}, but the model has {model.num_open_layers} layers "
-                "that give hidden states; unset it or lower it"
-            )
-        per_block += config.block_size * model.config.hidden_size * model.dtype.itemsize
-    num_blocks = config.num_blocks if config.kv_bytes is None else config.kv_bytes // per_block
-    if not num_blocks or num_blocks < 1:
-        raise PipelineError(
-            f"{config.kv_bytes} bytes of KV cache hold no block; one takes {per_block} bytes: give more"
-        )
-    return num_blocks
-
-
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
-    """shape: numbers that are given, and names of those that are not.  Raises InvalidRequest."""
-    fits = tensor.ndim == len(shape) and all(
-        isinstance(wanted, str) or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+def _frame_noise(sequence: Sequence) -> CodeSampling:
+    """Residual codes are greedy where the first codes are, as in the reference."""
+    params = sequence.request.sampling
+    return CodeSampling(
+        temperature=1.0 if params.temperature > 0 else 0.0,
+        seed=params.seed,
+        stage=sequence.request.seed_stage,
+        position=sequence.num_output_tokens - 1,
     )
-    if not fits:
-        expected = ", ".join(str(size) for size in shape)
-        raise InvalidRequest(f"{name} have shape {list(tensor.shape)}, not [{expected}]")
-    if not bool(tensor.isfinite().all()):
-        raise InvalidRequest(f"{name} hold NaN or infinite values")
-
-
-def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise InvalidRequest(
-            f"token id {token_id} in {param} is outside the vocabulary of {vocab_size}", param=param
-        )
-
-
-def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidRequest naming the parameter, its value and its range."""
-    infinity = math.inf
-    ranges: dict[str, tuple[float, float]] = {
-        "max_tokens": (1, infinity),
-        "min_tokens": (0, params.max_tokens),
-        "temperature": (0.0, infinity),
-        "top_k": (0, infinity),
-        "top_p": (0.0, 1.0),
-        "min_p": (0.0, 1.0),
-        "repetition_penalty": (0.0, infinity),
-        "presence_penalty": (-2.0, 2.0),
-        "frequency_penalty": (-2.0, 2.0),
-        "logprobs": (0, vocab_size),
-    }
-    for name, (low, high) in ranges.items():
-        value = getattr(params, name)
-        if value is not None and not (low <= value <= high and value < infinity):
-            raise InvalidRequest(f"{name} is {value}; it must be between {low} and {high}", param=name)
-    for name in ("top_p", "repetition_penalty"):
-        if getattr(params, name) == 0:
-            raise InvalidRequest(f"{name} is 0; it must be greater", param=name)
-    for token_id, bias in params.logit_bias.items():
-        _check_token_id(token_id, vocab_size, "logit_bias")
-        if not math.isfinite(bias):
-            raise InvalidRequest(f"logit_bias of token {token_id} is {bias}, not finite", param="logit_bias")
-    for token_id in params.stop_token_ids:
-        _check_token_id(token_id, vocab_size, "stop_token_ids")

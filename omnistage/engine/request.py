@@ -80,6 +80,8 @@ class EngineRequest:
     prompt_is_complete: False if `Engine.extend_prompt` will add rows.
     forced_token_ids: output that an earlier attempt has delivered; it counts as output (limits,
     penalties, noise positions) and is not returned again.
+    forced_rows: [len(forced_token_ids), hidden], of a model that makes frames: what the frames of the
+    forced output contribute to the rows after them.
     cache_salt: requests share cached prefixes only if their salts are equal.
     seed_stage: mixed into the noise key, so that two stages with one seed draw differently.
     priority: lower goes first.  deadline: time.monotonic() seconds, earlier goes first among equals.
@@ -90,6 +92,7 @@ class EngineRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     prompt_is_complete: bool = True
     forced_token_ids: tuple[int, ...] = ()
+    forced_rows: Tensor | None = None
     cache_salt: str = ""
     seed_stage: str = ""
     priority: int = 0
@@ -102,6 +105,8 @@ class EngineOutput:
     """What one step brought for one request.
 
     token_ids: new ones, including a stop or end-of-sequence token, which is always the last.
+    frame: of a model that makes frames, all codes of the frame that token_ids' one begins; empty with the
+    last output, whose code makes no frame.
     finish_reason, usage: set on the request's last output only.
     exported: [num_rows, hidden], what EngineConfig.capture_layer says of the prompt rows marked
     is_exported, in order.  Comes once, as soon as the whole prompt is computed: with the first token,
@@ -112,6 +117,7 @@ class EngineOutput:
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    frame: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: OmnistageError | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omnistage.engine.scheduler import ScheduledChunk
 from omnistage.engine.sequence import EmbeddingSpan, Sequence
+from omnistage.models.qwen3_residual_codes import CodeSampling
 from omnistage.models.qwen3_text import DeepstackRows
 from omnistage.ops.attention import (
     AttentionMetadata,
@@ -71,6 +72,15 @@ class OpenModel(Protocol):
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@runtime_checkable
+class FrameModel(Protocol):
+    """A model whose sampled code begins a frame of several; see Talker.next_input."""
+
+    def next_input(
+        self, hidden: Tensor, code0: Tensor, noise: Rows[CodeSampling]
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class Runner:
     """Owns the pages of all layers, and those of captured hidden states."""
 
@@ -92,7 +102,8 @@ class Runner:
     def execute(self, plan: Rows[ScheduledChunk]) -> tuple[list[Sequence], Tensor]:
         """Compute the planned rows and write their keys and values.
 
-        Returns the sequences that are to be sampled and their logits [len(sequences), vocab].
+        Returns the sequences that are to be sampled, and what their logits come from,
+        [len(sequences), hidden].
         """
         decodes = [chunk for chunk in plan if chunk.num_tokens == 1]
         decodes.sort(key=lambda chunk: -chunk.stop)  # neighbours in length share a group
@@ -104,7 +115,7 @@ class Runner:
         sampled = [index for index, chunk in enumerate(chunks) if chunk.is_sampled]
         if len(sampled) < hidden.shape[0]:
             hidden = hidden[torch.from_numpy(stops[sampled] - 1)]
-        return [chunks[index].sequence for index in sampled], self._model.logits(hidden)
+        return [chunks[index].sequence for index in sampled], hidden
 
     def exported(self, sequence: Sequence) -> Tensor:
         """[num_rows, hidden], own memory: what was captured of the rows in `export_ranges`.
@@ -150,6 +161,8 @@ class Runner:
 
         And what is to be added to some of them between the layers.
         """
+        made = [(int(stop) - c.num_tokens, c) for c, stop in zip(chunks, stops, strict=True)]
+        made = [(first, chunk) for first, chunk in made if chunk.sequence.makes_frames]
         token_ids: list[int] = []
         given: list[tuple[int, EmbeddingSpan, slice]] = []  # first row of the step, rows of the span
         for chunk, stop in zip(chunks, stops.tolist(), strict=True):
@@ -157,9 +170,14 @@ class Runner:
             if chunk.start < chunk.sequence.num_prompt_tokens:
                 given += _given_rows(chunk, stop - chunk.num_tokens)
         ids = torch.tensor(token_ids)
-        if not given:
+        if not given and not made:
             return self._model.embed(ids), None
         hidden = self._model.embed(ids.clamp_(min=0))
+        for first, chunk in made:
+            skipped = max(0, chunk.sequence.num_prompt_tokens - chunk.start)
+            if skipped < chunk.num_tokens:
+                rows = chunk.sequence.output_rows(chunk.start + skipped, chunk.stop)
+                hidden[first + skipped : first + chunk.num_tokens] = rows
         for first, span, taken in given:
             hidden[first : first + taken.stop - taken.start] = span.embeddings[taken]
         added = [

@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from omnistage.engine.positions import RowPositions
@@ -47,9 +48,13 @@ class Sequence:
     block_table: blocks owned, in row order.  num_cached_tokens: rows of others that were found in the
     cache (not its own, found again after a preemption).
     export_ranges: [start, stop) of prompt rows whose captured hidden states are still to be delivered.
+    makes_frames: output rows are not looked up by id.  The row after output i is frame_rows[i] +
+    text_rows[i], both [hidden]; `filler` stands for text rows that never come.
     """
 
-    def __init__(self, request: EngineRequest, arrival: int, block_size: int) -> None:
+    def __init__(
+        self, request: EngineRequest, arrival: int, block_size: int, *, makes_frames: bool = False
+    ) -> None:
         self.request = request
         self.arrival = arrival
         self.status = SequenceStatus.WAITING
@@ -64,9 +69,13 @@ class Sequence:
         self.was_preempted = False
         self.block_table: list[int] = []
         self.output_counts: dict[int, int] = {}  # token id -> times in the output
+        self.makes_frames = makes_frames
+        self.frame_rows: list[Tensor] = []
+        self.text_rows: list[Tensor] = []
+        self.filler: Tensor | None = None
         self._block_size = block_size
         self._hashes = [_digest(b"root", request.cache_salt.encode())]  # [i + 1] covers block i
-        self._is_hashable = True
+        self._is_hashable = not makes_frames
 
     @property
     def request_id(self) -> str:
@@ -85,8 +94,18 @@ class Sequence:
         The last row of an open prompt is kept back: once the prompt is complete without further
         rows, its hidden state is what the first token is sampled from.
         """
-        known = len(self.token_ids) if self.prompt_is_complete else len(self.token_ids) - 1
+        known = self._num_given_rows if self.prompt_is_complete else len(self.token_ids) - 1
         return max(0, known - self.num_computed_tokens)
+
+    @property
+    def _num_given_rows(self) -> int:
+        """Leading rows whose content is known."""
+        if not self.makes_frames:
+            return len(self.token_ids)
+        num_frames = len(self.frame_rows)
+        return self.num_prompt_tokens + (
+            num_frames if self.filler is not None else min(num_frames, len(self.text_rows))
+        )
 
     @property
     def num_output_tokens(self) -> int:
@@ -122,10 +141,20 @@ class Sequence:
         if is_complete:
             for token_id in self.request.forced_token_ids:
                 self.append_output(token_id)
+            if self.request.forced_rows is not None:
+                self.frame_rows.extend(self.request.forced_rows)
 
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+
+    def output_rows(self, start: int, stop: int) -> Tensor:
+        """[stop - start, hidden]: rows [start, stop), which must be output of a model that makes frames."""
+        first, last = start - self.num_prompt_tokens, stop - self.num_prompt_tokens
+        texts = self.text_rows[first:last]
+        if self.filler is not None:
+            texts = texts + [self.filler] * (last - first - len(texts))
+        return torch.stack(self.frame_rows[first:last]) + torch.stack(texts)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks to add so that the first `num_tokens` rows have a place."""

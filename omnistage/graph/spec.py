@@ -152,6 +152,16 @@ class StageSpec:
         default=True,
         metadata=described(Flag(), "Reuse KV blocks of equal prompt prefixes.", kinds=_LLM),
     )
+    sampling: Mapping[str, Scalar] = field(
+        default_factory=lambda: MappingProxyType({}),
+        metadata=described(
+            MapOf(_OPTION_NAME, AnyScalar()),
+            "Sampling defaults, by the names the API has for them (temperature, top_k, top_p, min_p,"
+            " repetition_penalty, presence_penalty, frequency_penalty, max_tokens). Left out: the"
+            " checkpoint's generation_config.json.",
+            kinds=_LLM,
+        ),
+    )
     encoder_cache: int = field(
         default=64 * 1024**2,
         metadata=described(

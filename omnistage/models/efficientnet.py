@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from omnistage.errors import MediaError, WeightsError
-from omnistage.models.protocols import Sliced
+from omnistage.models.protocols import Modality, Sliced, VideoFrames
 from omnistage.models.weights import build_module, count_bytes, dtype_of, read_tensors
 from omnistage.types import HostTensor, Payload, PortType, Scalar
 
@@ -164,7 +164,7 @@ class ImageProjector:
     def __call__(self, probabilities: Tensor) -> Payload:
         """probabilities: [num_classes], float32, on the CPU.
 
-        info: "label" the best class's name, "confidence" its probability, "is_clear".
+        info: "modality", "label" the best class's name, "confidence" its probability, "is_clear".
         """
         top = probabilities.topk(NUM_CANDIDATES)
         mass_by_label: dict[str, float] = {}
@@ -177,7 +177,12 @@ class ImageProjector:
         return Payload(
             type=PortType.EMBEDDINGS,
             tensors={"embeddings": HostTensor.from_numpy(rows.float().numpy())},
-            info={"label": label, "confidence": confidence, "is_clear": bool(is_clear)},
+            info={
+                "modality": "image",
+                "label": label,
+                "confidence": confidence,
+                "is_clear": bool(is_clear),
+            },
         )
 
     def _mix(self, classes: Tensor, mass: Tensor) -> Tensor:
@@ -193,9 +198,10 @@ class ImageProjector:
 class EfficientNetEncoder:
     """See omnistage.models.protocols.EncoderModel."""
 
-    modality: Literal["image", "audio"] = "image"
+    modalities: tuple[Modality, ...] = ("image",)
     output = PortType.EMBEDDINGS
     sample_rate = 0
+    video_fps = 0.0
 
     def __init__(self, network: EfficientNetLite0, projector: ImageProjector, config: dict[str, Any]) -> None:
         self._network = network.to(memory_format=torch.channels_last)  # a third faster on a CPU
@@ -204,11 +210,13 @@ class EfficientNetEncoder:
         self._crop_ratio = float(config["crop_ratio"])
         self.weight_bytes = count_bytes(network)
 
-    def preprocess(self, raw: NDArray[Any], options: dict[str, Scalar]) -> Tensor:
+    def preprocess(self, raw: NDArray[Any] | VideoFrames, options: dict[str, Scalar]) -> Tensor:
         """The centre square, resized (bicubic): [3, size, size] float32, (0..255 - 127) / 128.
 
-        raw: uint8 [height, width, 3].  Raises MediaError for any other array.
+        raw: uint8 [height, width, 3].  Raises MediaError for anything else.
         """
+        if isinstance(raw, VideoFrames):
+            raise MediaError("this model takes pictures, not videos; send frames as pictures")
         if raw.dtype != np.uint8 or raw.ndim != 3 or raw.shape[2] != 3 or 0 in raw.shape:
             raise MediaError(
                 f"a picture must be uint8 [height, width, 3] and not empty, not {raw.dtype} {list(raw.shape)}"

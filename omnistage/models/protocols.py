@@ -7,6 +7,7 @@ so that the worker can hand a shared device to a more urgent stage; its return v
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -19,16 +20,32 @@ T = TypeVar("T")
 Sliced = Generator[None, None, T]
 
 
-class EncoderModel(Protocol):
-    """Media to text or embeddings.  Item results never depend on their batch neighbours."""
+Modality = Literal["image", "audio", "video"]
 
-    modality: Literal["image", "audio"]
+
+@dataclass(frozen=True, eq=False)
+class VideoFrames:
+    """Frames chosen of a clip: uint8 [num_frames, height, width, 3], and how many there are per second."""
+
+    frames: NDArray[np.uint8]
+    fps: float
+
+
+class EncoderModel(Protocol):
+    """Media to text or embeddings.  Item results never depend on their batch neighbours.
+
+    modalities: what it takes.  video_fps: frames per second taken of a clip that does not say; 0.0 if it
+    takes no video.
+    """
+
+    modalities: tuple[Modality, ...]
     output: PortType
     sample_rate: int  # Hz the audio must have; 0 for images
+    video_fps: float
     weight_bytes: int
 
-    def preprocess(self, raw: NDArray[Any], options: dict[str, Scalar]) -> Any:
-        """raw: image uint8 [height, width, 3], or audio float32 [num_samples] at sample_rate.
+    def preprocess(self, raw: NDArray[Any] | VideoFrames, options: dict[str, Scalar]) -> Any:
+        """raw: image uint8 [height, width, 3], audio float32 [num_samples] at sample_rate, or a video.
 
         Raises MediaError if the item cannot be encoded.
         """

@@ -7,13 +7,14 @@ Knows neither how a tower computes nor who asked; imports transformers only when
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 from torch import Tensor
 
-from omnistage.errors import WeightsError
-from omnistage.models.protocols import Sliced
+from omnistage.errors import MediaError, WeightsError
+from omnistage.models.protocols import Modality, Sliced, VideoFrames
 from omnistage.models.qwen3_audio_tower import Qwen3AudioTower, load_audio_tower
 from omnistage.models.qwen3_tokens import num_visual_tokens
 from omnistage.models.qwen3_vision_tower import Patches, Qwen3VisionTower, VisualRows, load_vision_tower
@@ -26,10 +27,21 @@ if TYPE_CHECKING:
     from omnistage.models.registry import PartSource
 
 
-class Qwen3VisionEncoder:
-    """See omnistage.models.protocols.EncoderModel."""
+@dataclass(frozen=True)
+class VisualItem:
+    """A picture, or a video with the seconds between its frame pairs."""
 
-    modality: Literal["image"] = "image"
+    patches: Patches
+    second_per_grid: float | None = None
+
+
+class Qwen3VisionEncoder:
+    """See omnistage.models.protocols.EncoderModel.
+
+    Takes videos if the model's prompt holds one as a single run of rows, but not if the prompt has the
+    time of every frame pair as text between them.
+    """
+
     output = PortType.EMBEDDINGS
     sample_rate = 0
 
@@ -40,44 +52,57 @@ class Qwen3VisionEncoder:
                 f"preprocessor_config.json merges {processing.merge_size} patches a side, config.json "
                 f"{tower.config.merge_size}; take both files of one model"
             )
+        self.modalities: tuple[Modality, ...] = ("image",)
+        self.video_fps = 0.0
+        if not processing.writes_frame_times:
+            self.modalities = ("image", "video")
+            self.video_fps = processing.video_fps
         self.weight_bytes = tower.weight_bytes
         self._tower = tower
         self._processing = processing
 
-    def preprocess(self, raw: NDArray[Any], options: dict[str, Scalar]) -> Patches:
-        """raw: uint8 [height, width, 3].  options: none are used.
+    def preprocess(self, raw: NDArray[Any] | VideoFrames, options: dict[str, Scalar]) -> VisualItem:
+        """raw: a picture, uint8 [height, width, 3], or a video.  options: none are used.
 
-        Raises MediaError for a picture that the model's processor refuses.
+        Raises MediaError for what the model's processor refuses, and for a video if the model takes none.
         """
-        return self._processing.image(raw)
+        if not isinstance(raw, VideoFrames):
+            return VisualItem(self._processing.image(raw))
+        if "video" not in self.modalities:
+            raise MediaError("this model takes no videos here; send frames as pictures")
+        video = self._processing.video(raw.frames, raw.fps)
+        return VisualItem(video.patches, video.second_per_grid)
 
-    def encode(self, items: Sequence[Patches]) -> Sliced[list[Payload]]:
-        """Per picture the tensors "embeddings" [num_tokens, hidden] and, if the tower has such blocks,
+    def encode(self, items: Sequence[VisualItem]) -> Sliced[list[Payload]]:
+        """Per item the tensors "embeddings" [num_tokens, hidden] and, if the tower has such blocks,
         "deepstack" [num_deepstack, num_tokens, hidden], in the tower's dtype.
 
-        info: "num_tokens", and "t", "h", "w": frame pairs, rows and columns of patches before merging.
+        info: "modality", "num_tokens", and "t", "h", "w": frame pairs, rows and columns of patches before
+        merging; for a video also "second_per_grid", the seconds between frame pairs.
         """
-        encoded = yield from self._tower.encode(items)
+        encoded = yield from self._tower.encode([item.patches for item in items])
         return [self._payload(item, rows) for item, rows in zip(items, encoded, strict=True)]
 
-    def _payload(self, item: Patches, rows: VisualRows) -> Payload:
+    def _payload(self, item: VisualItem, rows: VisualRows) -> Payload:
         tensors = {"embeddings": to_host(rows.embeddings)}
         if len(rows.deepstack):
             tensors["deepstack"] = to_host(rows.deepstack)
-        frames, height, width = item.grid
-        num_tokens = num_visual_tokens(item.grid, self._tower.config.merge_size)
-        return Payload(
-            type=PortType.EMBEDDINGS,
-            tensors=tensors,
-            info={"num_tokens": num_tokens, "t": frames, "h": height, "w": width},
-        )
+        frames, height, width = item.patches.grid
+        num_tokens = num_visual_tokens(item.patches.grid, self._tower.config.merge_size)
+        info: dict[str, Scalar] = {"num_tokens": num_tokens, "t": frames, "h": height, "w": width}
+        if item.second_per_grid is None:
+            info["modality"] = "image"
+        else:
+            info.update(modality="video", second_per_grid=item.second_per_grid)
+        return Payload(type=PortType.EMBEDDINGS, tensors=tensors, info=info)
 
 
 class Qwen3AudioEncoder:
     """See omnistage.models.protocols.EncoderModel."""
 
-    modality: Literal["audio"] = "audio"
+    modalities: tuple[Modality, ...] = ("audio",)
     output = PortType.EMBEDDINGS
+    video_fps = 0.0
 
     def __init__(self, tower: Qwen3AudioTower, processing: Qwen3Processing) -> None:
         """Raises WeightsError if the processing makes no features of sound."""
@@ -91,21 +116,27 @@ class Qwen3AudioEncoder:
         self._tower = tower
         self._processing = processing
 
-    def preprocess(self, raw: NDArray[Any], options: dict[str, Scalar]) -> Tensor:
+    def preprocess(self, raw: NDArray[Any] | VideoFrames, options: dict[str, Scalar]) -> Tensor:
         """raw: float32 [num_samples] at sample_rate.  options: none are used.
 
-        Returns log-mel features [num_mel_bins, num_frames].  Raises MediaError for a clip too short.
+        Returns log-mel features [num_mel_bins, num_frames].  Raises MediaError for a clip too short, and
+        for the frames of a video.
         """
+        if isinstance(raw, VideoFrames):
+            raise MediaError("the audio tower takes sound, not videos; give it the sound track")
         return self._processing.audio(raw)
 
     def encode(self, items: Sequence[Tensor]) -> Sliced[list[Payload]]:
-        """Per clip the tensor "embeddings" [num_tokens, hidden] in the tower's dtype; info: "num_tokens"."""
+        """Per clip the tensor "embeddings" [num_tokens, hidden] in the tower's dtype.
+
+        info: "modality", "num_tokens".
+        """
         encoded = yield from self._tower.encode(items)
         return [
             Payload(
                 type=PortType.EMBEDDINGS,
                 tensors={"embeddings": to_host(rows)},
-                info={"num_tokens": len(rows)},
+                info={"modality": "audio", "num_tokens": len(rows)},
             )
             for rows in encoded
         ]

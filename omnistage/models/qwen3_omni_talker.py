@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnistage.errors import NotFound, WeightsError
+from omnistage.errors import NotFound, StreamError, WeightsError
 from omnistage.models.fused_weights import FusedWeights
 from omnistage.models.loader import Checkpoint, read_json
 from omnistage.models.packed_blocks import with_defaults
@@ -29,6 +29,7 @@ from omnistage.models.qwen3_residual_codes import (
 )
 from omnistage.models.qwen3_text import TextConfig, TextLayers, TextModel
 from omnistage.ops.linear import Linear
+from omnistage.types import SamplingParams
 
 NUM_SPEECH_ROWS = 9  # that begin the speech, the first token's included
 NUM_LEADING_IDS = (
@@ -37,6 +38,8 @@ NUM_LEADING_IDS = (
 NUM_RESERVED_CODES = 1024  # at the end of the codec's vocabulary, which are no sound
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed; some checkpoints store it
 _SECTIONS = (24, 20, 20)
+# The reference's defaults for speech (arguments of its generate); checkpoints may state others.
+SPEECH_SAMPLING = SamplingParams(max_tokens=4096, temperature=0.9, top_k=50, repetition_penalty=1.05)
 # What config.json may leave out: the architecture classes of the published models.
 _TALKER_DEFAULTS: dict[str, Any] = {
     "num_code_groups": 32,
@@ -193,6 +196,9 @@ class Talker(TextModel):
         self._project_text = _load_projection(config, weights, "text_projection")
         self._project_media = _load_projection(config, weights, "hidden_projection")
         self._predictor = ResidualCodePredictor(config.residual, weights.within("code_predictor."))
+        suppression = torch.zeros(text.vocab_size, dtype=weights.dtype)
+        suppression[list(config.suppressed_codes)] = -torch.inf
+        self._suppression = suppression
         weight_bytes = weights.nbytes + thinker_table.nbytes
         super().__init__(text, embedding=embedding, layers=layers, head=head, weight_bytes=weight_bytes)
         fixed = self.text_rows(torch.tensor([config.tts_bos_id, config.tts_eos_id, config.tts_pad_id]))
@@ -227,19 +233,40 @@ class Talker(TextModel):
         return rows
 
     def next_input(
-        self, hidden: Tensor, code0: Tensor, text_rows: Tensor, noise: Sequence[CodeSampling]
+        self, hidden: Tensor, code0: Tensor, noise: Sequence[CodeSampling]
     ) -> tuple[Tensor, Tensor]:
-        """Complete one frame of each request and make the row that asks for the next.
+        """Complete one frame of each request and make its part of the row that asks for the next.
+
+        The other part of that row is the text's: of the next token, `closing_row` or `pad_row`.
 
         hidden: [num_requests, hidden] from `forward`, before the final norm.
         code0: [num_requests], int64, the codes sampled from it.
-        text_rows: [num_requests, hidden], of the next tokens, `closing_row` or `pad_row`.
         noise: one per request.  A request's result does not depend on the others.
-        Returns the frames [num_requests, num_groups], int64, and the rows [num_requests, hidden].
+        Returns the frames [num_requests, num_groups], int64, and their parts [num_requests, hidden].
         """
         first = self.embed(code0)
         others, total = self._predictor(self._layers.normalise(hidden), first, CodePicker(noise))
-        return torch.cat((code0.unsqueeze(1), others), dim=1), total + text_rows
+        return torch.cat((code0.unsqueeze(1), others), dim=1), total
+
+    def frame_rows(self, frames: Tensor) -> Tensor:
+        """The parts that `next_input` made with these frames, bit for bit.
+
+        frames: [num_frames, num_groups], int64.  Returns [num_frames, hidden].  Raises StreamError for
+        codes that no codebook has.
+        """
+        sizes = [self.config.vocab_size] + [self.talker_config.residual.codebook_size] * (
+            self.talker_config.num_groups - 1
+        )
+        is_known = (frames >= 0) & (frames < torch.tensor(sizes))
+        if frames.ndim != 2 or frames.shape[1] != len(sizes) or not bool(is_known.all()):
+            raise StreamError(
+                f"frames {list(frames.shape)} do not fit {len(sizes)} codebooks of at most {max(sizes)} codes"
+            )
+        return self._predictor.add_codes(self.embed(frames[:, 0]), frames[:, 1:])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As TextModel's; codes that are no sound are never sampled: theirs are -inf."""
+        return super().logits(hidden) + self._suppression
 
 
 def _load_projection(config: TalkerConfig, weights: FusedWeights, name: str) -> _Projection:
@@ -255,8 +282,11 @@ def talker_config(directory: Path) -> TalkerConfig:
     return TalkerConfig.from_json(read_json(directory / "config.json"))
 
 
-def load_talker(directory: Path, *, dtype: torch.dtype) -> Talker:
-    """The talker of a model directory.  Raises WeightsError naming what is missing or wrong."""
+def load_talker(directory: Path, *, dtype: torch.dtype, prefix: str = "") -> Talker:
+    """The talker of a model directory.  Raises WeightsError naming what is missing or wrong.
+
+    prefix: not used; the architecture decides where the tensors are.
+    """
     config = talker_config(directory)
     table = Checkpoint(directory, prefix="thinker.model.").take(
         "embed_tokens.weight", (config.thinker_vocab_size, config.thinker_hidden_size), dtype

@@ -94,8 +94,11 @@ def thinker_config(directory: Path) -> TextConfig:
     return _read(directory)[1]
 
 
-def load_thinker(directory: Path, *, dtype: torch.dtype) -> TextModel:
-    """The text model of a model directory.  Raises WeightsError naming what is missing or wrong."""
+def load_thinker(directory: Path, *, dtype: torch.dtype, prefix: str = "") -> TextModel:
+    """The text model of a model directory.  Raises WeightsError naming what is missing or wrong.
+
+    prefix: not used; the architecture decides where the tensors are.
+    """
     place, config = _read(directory)
     checkpoint = Checkpoint(directory, prefix=place.model)
     weights = FusedWeights(checkpoint, dtype)

@@ -8,7 +8,7 @@ Knows no towers, no prompts and no media files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoProcessor
+from transformers import AutoProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor
 
 from omnistage.errors import MediaError, WeightsError
 from omnistage.models.qwen3_tokens import Grid, num_visual_tokens
 from omnistage.models.qwen3_vision_tower import Patches
+
+# Frames per second of a clip if nobody says: the rate at which the models' published tools take them.
+VIDEO_FPS = 2.0
+# Frames of a video processed at once; their float copies are several times the size of their pixels.
+FRAMES_AT_ONCE = 32
+
+Frames = Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class Qwen3Processing:
     """What precedes the towers.  Results equal the model's own processor given one item alone.
 
     sample_rate: Hz that sound must have; 0 if the model takes none.
+    video_fps: frames per second to take of a clip; the checkpoint's, or VIDEO_FPS.
+    writes_frame_times: the prompt has the time of every frame pair as text between their rows.
     merge_size: patches a side of the square that becomes one row.
     """
 
@@ -60,6 +69,8 @@ class Qwen3Processing:
         self._sound_settings = dict(getattr(processor, "audio_kwargs", {}))
         self.sample_rate = int(self._sound.sampling_rate) if self._sound is not None else 0
         self.merge_size = int(self._images.merge_size)
+        self.video_fps = float(getattr(self._videos, "fps", None) or VIDEO_FPS)
+        self.writes_frame_times = isinstance(processor, Qwen3VLProcessor)
 
     def image(self, pixels: NDArray[np.uint8]) -> Patches:
         """pixels: [height, width, 3].  Raises MediaError if the picture cannot be used."""
@@ -71,13 +82,13 @@ class Qwen3Processing:
         )
         return Patches(made["pixel_values"], _grid(made["image_grid_thw"]))
 
-    def video(self, frames: Sequence[NDArray[np.uint8]], fps: float) -> VideoPatches:
+    def video(self, frames: Frames, fps: float) -> VideoPatches:
         """frames: the pictures to show, each [height, width, 3] of one size; none is left out.
 
         fps: frames per second of these (not of the file they come from).  The last frame is repeated
         until the frames fill whole pairs.  Raises MediaError if the video cannot be used.
         """
-        if not frames or not math.isfinite(fps) or fps <= 0:
+        if not len(frames) or not math.isfinite(fps) or fps <= 0:
             raise MediaError(
                 f"a video needs a frame and a positive rate, not {len(frames)} frames at {fps} per second"
             )
@@ -87,8 +98,35 @@ class Qwen3Processing:
                 raise MediaError(
                     f"frames must have one size, not {list(frame.shape)} after {list(frames[0].shape)}"
                 )
+        what = f"a video of {len(frames)} frames of {frames[0].shape[1]} x {frames[0].shape[0]} pixels"
+        pairs = -(-len(frames) // self._videos.temporal_patch_size)
+        pixels, rows = torch.empty(0), 0
+        for piece in self._pieces(frames):
+            made = self._few_frames(piece, what)
+            _, height, width = _grid(made["video_grid_thw"])
+            found: Tensor = made["pixel_values_videos"]
+            if not rows:
+                pixels = found.new_empty(pairs * height * width, found.shape[1])
+            pixels[rows : rows + len(found)] = found
+            rows += len(found)
+        patches = Patches(pixels, (pairs, height, width))
+        return VideoPatches(patches, second_per_grid=self._videos.temporal_patch_size / fps)
+
+    def _pieces(self, frames: Frames) -> Iterator[Frames]:
+        """Runs of whole frame pairs; or all frames, unless it is sure that each is resized by itself."""
+        pair = int(self._videos.temporal_patch_size)
+        step = max(1, FRAMES_AT_ONCE // pair) * pair
+        cap = getattr(self._videos, "cap_pixels_per_frame", True)
+        is_capped = self._video_settings.get("cap_pixels_per_frame", cap)
+        if is_capped or type(self._videos) is not Qwen2VLVideoProcessor:
+            step = len(frames)
+        for first in range(0, len(frames), step):
+            yield frames[first : first + step]
+
+    def _few_frames(self, frames: Frames, what: str) -> Any:
+        """What the model's processor makes of a video of these frames alone."""
         planes = torch.from_numpy(np.stack([frame.transpose(2, 0, 1) for frame in frames]))
-        made = _attempt(
+        return _attempt(
             lambda: self._videos(
                 [planes],
                 input_data_format="channels_first",
@@ -96,10 +134,8 @@ class Qwen3Processing:
                 return_tensors="pt",
                 **self._video_settings,
             ),
-            f"a video of {len(frames)} frames of {planes.shape[3]} x {planes.shape[2]} pixels",
+            what,
         )
-        patches = Patches(made["pixel_values_videos"], _grid(made["video_grid_thw"]))
-        return VideoPatches(patches, second_per_grid=self._videos.temporal_patch_size / fps)
 
     def audio(self, samples: NDArray[np.float32]) -> Tensor:
         """Log-mel features [num_mel_bins, num_frames], float32.

@@ -152,6 +152,15 @@ class ResidualCodePredictor:
             total = total + rows
         return torch.stack(codes, dim=1), total
 
+    def add_codes(self, total: Tensor, codes: Tensor) -> Tensor:
+        """The sum that `__call__` returns, of codes already known.
+
+        total: embeddings of the first codes [num_frames, hidden].  codes: [num_frames, num_groups - 1].
+        """
+        for index, table in enumerate(self._tables):
+            total = total + F.embedding(codes[:, index], table)
+        return total
+
     def _new_cache(self, num_requests: int) -> PagedKVCache:
         """One block per request, as long as a frame."""
         text = self.config.text

@@ -45,6 +45,10 @@ FACTORIES: dict[str, dict[str, str]] = {
         "llama": "omnistage.models.decoder:load_decoder",
         "qwen2": "omnistage.models.decoder:load_decoder",
         "qwen3": "omnistage.models.decoder:load_decoder",
+        "qwen3_moe": "omnistage.models.qwen3_omni_thinker:load_thinker",
+        "qwen3_vl_text": "omnistage.models.qwen3_omni_thinker:load_thinker",
+        "qwen3_omni_moe_thinker": "omnistage.models.qwen3_omni_thinker:load_thinker",
+        "qwen3_omni_moe_talker": "omnistage.models.qwen3_omni_talker:load_talker",
         "null": "omnistage.models.null:load_null",
     },
 }

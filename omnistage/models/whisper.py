@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from omnistage.errors import InvalidRequest, MediaError, WeightsError
-from omnistage.models.protocols import Sliced
+from omnistage.models.protocols import Modality, Sliced, VideoFrames
 from omnistage.models.weights import build_module, count_bytes, dtype_of, read_tensors
 from omnistage.models.whisper_features import SAMPLE_RATE, log_mel, mel_filters, split_windows
 from omnistage.models.whisper_network import Whisper
@@ -132,9 +132,10 @@ class WhisperEncoder:
     preprocess takes the option "language" ("en", ...), which a multilingual checkpoint otherwise detects.
     """
 
-    modality: Literal["image", "audio"] = "audio"
+    modalities: tuple[Modality, ...] = ("audio",)
     output = PortType.TEXT
     sample_rate = SAMPLE_RATE
+    video_fps = 0.0
 
     def __init__(self, network: Whisper, tokenizer: Tokenizer, rules: DecodingRules, num_mels: int) -> None:
         self._network = network
@@ -143,12 +144,14 @@ class WhisperEncoder:
         self._filters = mel_filters(num_mels)
         self.weight_bytes = count_bytes(network)
 
-    def preprocess(self, raw: NDArray[Any], options: dict[str, Scalar]) -> WhisperItem:
+    def preprocess(self, raw: NDArray[Any] | VideoFrames, options: dict[str, Scalar]) -> WhisperItem:
         """Log-mel windows of a clip of any length.
 
-        raw: float32 [num_samples], 16 kHz.  Raises MediaError if it is empty or not finite, and
+        raw: float32 [num_samples], 16 kHz.  Raises MediaError if it is empty, not finite or a video, and
         InvalidRequest for a language the model does not know.
         """
+        if isinstance(raw, VideoFrames):
+            raise MediaError("this model takes sound, not videos; send the sound track alone")
         if raw.ndim != 1 or raw.size == 0:
             raise MediaError(f"audio must be one channel of at least one sample, not shape {list(raw.shape)}")
         samples = raw.astype(np.float32, copy=False)
@@ -229,7 +232,9 @@ class WhisperEncoder:
         return results
 
     def _payload(self, item: WhisperItem, heard: list[WindowResult]) -> Payload:
-        """info: "language", "duration" in seconds, "no_speech" of the window likeliest to hold speech."""
+        """info: "modality", "language", "duration" in seconds, "no_speech" of the window likeliest to hold
+        speech.
+        """
         texts, token_ids = [], []
         for result in heard:
             text = self._tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
@@ -242,6 +247,7 @@ class WhisperEncoder:
             text=" ".join(texts),
             token_ids=tuple(token_ids),
             info={
+                "modality": "audio",
                 "language": language,
                 "duration": item.duration,
                 "no_speech": min((result.no_speech for result in heard), default=1.0),

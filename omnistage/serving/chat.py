@@ -3,7 +3,8 @@
 An answer with speech carries its text in audio.transcript, and `content` is null, as OpenAI sends it.
 Streamed: first {role, audio: {id}}, then {audio: {transcript}} and {audio: {data}} as they are made,
 then {audio: {expires_at}}, then the finish reason.  `data` is base64 of the chosen format, and the
-decoded pieces joined are one file.
+decoded pieces joined are one file.  Speech that ended at the talker's limit before the text was said is
+marked: truncated is true beside expires_at.
 """
 
 from __future__ import annotations
@@ -204,8 +205,7 @@ def _closing(service: Service, chunks: _Chunks, choice: _Choice, encoder: Answer
     if choice.body.wants_audio:
         if data := encoder.close(service.info.sample_rate):
             closing.append(chunks.audio(choice, {"data": base64.b64encode(data).decode()}))
-        expires_at = service.spoken_answers.remember(choice.audio_id, "".join(choice.text))
-        closing.append(chunks.audio(choice, {"expires_at": expires_at}))
+        closing.append(chunks.audio(choice, _ending(service, choice)))
     return [*closing, chunks.finish(choice, choice.done.finish_reason.value)]
 
 
@@ -220,7 +220,7 @@ async def _whole_choice(service: Service, job: ChatJob, choice: _Choice) -> dict
             "id": choice.audio_id,
             "data": base64.b64encode(data).decode(),
             "transcript": text,
-            "expires_at": service.spoken_answers.remember(choice.audio_id, text),
+            **_ending(service, choice),
         }
     whole: dict[str, Any] = {
         "index": choice.index,
@@ -233,23 +233,37 @@ async def _whole_choice(service: Service, job: ChatJob, choice: _Choice) -> dict
     return whole
 
 
+def _ending(service: Service, choice: _Choice) -> dict[str, Any]:
+    """What is known of an answer's speech at its end."""
+    assert choice.done is not None
+    ending: dict[str, Any] = {
+        "expires_at": service.spoken_answers.remember(choice.audio_id, "".join(choice.text))
+    }
+    if choice.done.truncated:
+        ending["truncated"] = True
+    return ending
+
+
 def usage_as_json(dones: list[Done | None]) -> dict[str, Any]:
     """Tokens of all choices; the prompt, which they share, counts once.
 
-    Speech is not made of tokens the text model samples, so audio_tokens is 0.
+    audio_tokens: frames that a talker sampled, which count as completion tokens; 0 where the speech is
+    made by other means.
     """
-    usages = [done.usage for done in dones if done is not None]
-    prompt_tokens = usages[0].prompt_tokens
-    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    known = [done for done in dones if done is not None]
+    usage = known[0].usage
+    text_tokens = sum(done.usage.completion_tokens for done in known)
+    audio_tokens = sum(done.audio_tokens for done in known)
+    completion_tokens = text_tokens + audio_tokens
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usages[0].cached_tokens, "audio_tokens": 0},
+        "total_tokens": usage.prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
         "completion_tokens_details": {
-            "audio_tokens": 0,
+            "audio_tokens": audio_tokens,
             "reasoning_tokens": 0,
-            "text_tokens": completion_tokens,
+            "text_tokens": text_tokens,
         },
     }
 

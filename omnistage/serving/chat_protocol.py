@@ -1,7 +1,8 @@
 """Bodies of /v1/chat/completions: what OpenAI defines, what is refused, and a few extensions.
 
 Extensions: min_p, top_k, repetition_penalty, min_tokens, ignore_eos, stop_token_ids, cache_salt,
-return_timings, return_token_ids, and the content part audio_url.
+stage_params, mm_processor_kwargs, return_timings, return_token_ids, and the content parts audio_url and
+video_url.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from omnistage.serving.protocol import Body, Unsupported
 
-AudioFormat = Literal["wav", "pcm16", "mp3", "flac", "opus", "aac"]
+AudioFormat = Literal["wav", "wav_f32", "pcm16", "mp3", "flac", "opus", "aac"]
 MAX_STOP_STRINGS = 16
+FramesPerSecond = Annotated[float, Field(gt=0.0, le=60.0)]
 
 _NO_BREAKPOINTS = Unsupported("prefixes are cached automatically; leave it out")
 
@@ -62,19 +64,22 @@ class AudioUrlPart(Body):
     audio_url: AudioUrl
 
 
-class VideoPart(Body):
-    """Refused as a whole; it exists so that the refusal can name the part."""
+class VideoUrl(Body):
+    """fps: frames per second to look at."""
 
+    url: str = Field(min_length=1)
+    fps: FramesPerSecond | None = None
+
+
+class VideoPart(Body):
     type: Literal["video_url"]
-    unsupported: ClassVar = {
-        "video_url": Unsupported("this model sees no video; send single frames as image_url parts")
-    }
+    video_url: VideoUrl
 
 
 class FilePart(Body):
     type: Literal["file"]
     unsupported: ClassVar = {
-        "file": Unsupported("send text, image_url, input_audio or audio_url parts instead")
+        "file": Unsupported("send text, image_url, input_audio, audio_url or video_url parts instead")
     }
 
 
@@ -141,10 +146,19 @@ class StreamOptions(Body):
     }
 
 
+class MediaProcessing(Body):
+    """fps: of videos that do not say it themselves.  use_audio_in_video: whether their sound is heard."""
+
+    fps: FramesPerSecond | None = None
+    use_audio_in_video: bool | None = None
+
+
 _NO_TOOLS = "this model calls no tools; describe the task in the messages"
 
 
 class ChatCompletionRequest(Body):
+    """stage_params: stage -> its sampling settings, by the names that the fields here have."""
+
     model: str
     messages: list[Message] = Field(min_length=1)
     modalities: list[Literal["text", "audio"]] | None = Field(default=None, min_length=1)
@@ -169,6 +183,8 @@ class ChatCompletionRequest(Body):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_STRINGS)
     ignore_eos: bool | None = None
+    stage_params: dict[str, dict[str, Any]] | None = None
+    mm_processor_kwargs: MediaProcessing | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     user: str | None = Field(default=None, max_length=256)
     metadata: dict[str, str] | None = Field(default=None, max_length=16)
@@ -234,6 +250,10 @@ class ChatCompletionRequest(Body):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def hears_videos(self) -> bool:
+        return bool(self.mm_processor_kwargs and self.mm_processor_kwargs.use_audio_in_video)
 
     @property
     def wants_audio(self) -> bool:

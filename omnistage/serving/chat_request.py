@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from omnistage.errors import ContextOverflow, InvalidRequest
+from omnistage.serving.chat_media import MediaCollector, place
 from omnistage.serving.chat_protocol import (
     AudioUrlPart,
     ChatCompletionRequest,
@@ -17,12 +18,13 @@ from omnistage.serving.chat_protocol import (
     Message,
     RefusalPart,
     TextPart,
+    VideoPart,
 )
+from omnistage.serving.chat_sampling import answer_sampling, stage_settings
 from omnistage.serving.media import MediaSource
-from omnistage.serving.prompt import MediaPiece, Piece, PromptMessage, TextPiece
+from omnistage.serving.prompt import Piece, PromptMessage, TextPiece
 from omnistage.serving.requests import BackendInfo, GenerateRequest
 from omnistage.serving.service import Service, choice_seed, effective_seed
-from omnistage.types import Media, SamplingParams, Segment, TokenSegment
 
 
 @dataclass(frozen=True)
@@ -34,53 +36,58 @@ class ChatJob:
     requests: tuple[GenerateRequest, ...]
 
 
-@dataclass
-class _Collector:
-    """Gathers the media of a conversation in order of appearance, numbered per modality."""
-
-    info: BackendInfo
-    sources: list[MediaSource]
-
-    def add(self, source: MediaSource) -> MediaPiece:
-        if source.modality not in self.info.encoders:
-            raise InvalidRequest(
-                f"this model takes no {source.modality} input",
-                code="unsupported_modality",
-                param=source.param,
-            )
-        item = sum(known.modality == source.modality for known in self.sources)
-        self.sources.append(source)
-        return MediaPiece(source.modality, item)
-
-
 async def prepare_chat(service: Service, body: ChatCompletionRequest) -> ChatJob:
     """Raises InvalidRequest, NotFound, ContextOverflow or NotReady."""
     info = service.check_model(body.model)
     _check_combinations(service, body)
+    settings = stage_settings(info, body)
     outputs = _outputs(info, body)
     options = {}
     if body.wants_audio:
         assert body.audio is not None
         options["voice"] = service.voice(body.audio.voice_name, param="audio.voice")
-    collector = _Collector(info, [])
+    _check_hearing(service, body)
+    collector = MediaCollector(info)
+    fps = body.mm_processor_kwargs.fps if body.mm_processor_kwargs else None
     messages = [
-        _prompt_message(service, collector, message, f"messages[{index}]")
+        _prompt_message(service, collector, message, f"messages[{index}]", fps)
         for index, message in enumerate(body.messages)
     ]
-    media = await load_media(service, info, collector.sources)
+    placed = await place(service.media, info, collector.sources, hears_videos=body.hears_videos)
     _check_length(service, messages, info.max_model_len)
-    segments = service.prompt.render(messages)
+    segments = service.prompt.render(placed.in_messages(messages))
+    seed = effective_seed(body.seed)
     request = GenerateRequest(
         request_id="chatcmpl-" + uuid.uuid4().hex,
         outputs=outputs,
         segments=tuple(segments),
-        media=media,
-        sampling=_sampling(service, body, segments, info.max_model_len),
-        seed=effective_seed(body.seed),
+        media=placed.by_stage,
+        sampling=answer_sampling(
+            info,
+            body,
+            settings.pop(info.entry, {}),
+            segments,
+            seed=seed,
+            vocab_size=service.prompt.tokenizer.vocab_size,
+        ),
+        seed=seed,
         options=options,
+        stage_params=settings,
         cache_salt=body.cache_salt or "",
     )
     return ChatJob(body, request.request_id, tuple(_choice(request, index) for index in range(body.n or 1)))
+
+
+def _check_hearing(service: Service, body: ChatCompletionRequest) -> None:
+    """Whether videos can be heard, if they are to be."""
+    encoders = service.info.encoders
+    if body.hears_videos and not ({"audio", "video"} <= set(encoders) and service.prompt.merges_sound):
+        raise InvalidRequest(
+            f"this model hears no videos; it takes text{''.join(f', {name}' for name in encoders)}: leave "
+            "out use_audio_in_video",
+            code="unsupported_modality",
+            param="mm_processor_kwargs.use_audio_in_video",
+        )
 
 
 def _check_length(service: Service, messages: Sequence[PromptMessage], max_model_len: int) -> None:
@@ -96,24 +103,13 @@ def _check_length(service: Service, messages: Sequence[PromptMessage], max_model
         )
 
 
-async def load_media(
-    service: Service, info: BackendInfo, sources: Sequence[MediaSource]
-) -> dict[str, tuple[Media, ...]]:
-    """All media of a request, by the stage that encodes them."""
-    by_stage: dict[str, tuple[Media, ...]] = {}
-    for source, media in zip(sources, await service.media.load(sources), strict=True):
-        stage = info.encoders[source.modality]
-        by_stage[stage] = (*by_stage.get(stage, ()), media)
-    return by_stage
-
-
 def _choice(request: GenerateRequest, index: int) -> GenerateRequest:
-    seed = choice_seed(request.seed, index)
+    sampling = request.sampling
     return replace(
         request,
         request_id=request.request_id if index == 0 else f"{request.request_id}-{index}",
-        seed=seed,
-        sampling=msgspec.structs.replace(request.sampling, seed=seed),
+        seed=choice_seed(request.seed, index),
+        sampling=msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, index)),
     )
 
 
@@ -165,7 +161,9 @@ def _outputs(info: BackendInfo, body: ChatCompletionRequest) -> tuple[str, ...]:
     return wanted
 
 
-def _prompt_message(service: Service, collector: _Collector, message: Message, path: str) -> PromptMessage:
+def _prompt_message(
+    service: Service, collector: MediaCollector, message: Message, path: str, fps: float | None
+) -> PromptMessage:
     role = "system" if message.role == "developer" else message.role
     if message.role != "assistant":
         for name in ("audio", "refusal"):
@@ -175,7 +173,7 @@ def _prompt_message(service: Service, collector: _Collector, message: Message, p
                     code="invalid_value",
                     param=f"{path}.{name}",
                 )
-    pieces = _pieces(collector, message, path)
+    pieces = _pieces(collector, message, path, fps)
     if pieces and message.audio is not None:
         raise InvalidRequest(
             f"'{path}' has both content and audio; send the audio's id or its transcript as content",
@@ -196,7 +194,8 @@ def _prompt_message(service: Service, collector: _Collector, message: Message, p
     return PromptMessage(role, pieces)
 
 
-def _pieces(collector: _Collector, message: Message, path: str) -> tuple[Piece, ...]:
+def _pieces(collector: MediaCollector, message: Message, path: str, fps: float | None) -> tuple[Piece, ...]:
+    """fps: of videos that do not say it themselves."""
     if message.content is None:
         return ()
     if isinstance(message.content, str):
@@ -210,7 +209,7 @@ def _pieces(collector: _Collector, message: Message, path: str) -> tuple[Piece, 
         if isinstance(part, RefusalPart) and message.role == "assistant":
             pieces.append(TextPiece(part.refusal))
             continue
-        source = _source(part, where)
+        source = _source(part, where, fps)
         if source is None or message.role != "user":
             raise InvalidRequest(
                 f"'{where}': a {part.type} part cannot stand in a {message.role} message",
@@ -221,7 +220,7 @@ def _pieces(collector: _Collector, message: Message, path: str) -> tuple[Piece, 
     return tuple(pieces)
 
 
-def _source(part: object, where: str) -> MediaSource | None:
+def _source(part: object, where: str, fps: float | None) -> MediaSource | None:
     if isinstance(part, ImagePart):
         return MediaSource("image", f"{where}.image_url.url", url=part.image_url.url)
     if isinstance(part, AudioUrlPart):
@@ -229,67 +228,9 @@ def _source(part: object, where: str) -> MediaSource | None:
     if isinstance(part, InputAudioPart):
         audio = part.input_audio
         return MediaSource("audio", f"{where}.input_audio.data", encoded=audio.data, declared=audio.format)
+    if isinstance(part, VideoPart):
+        video = part.video_url
+        rate = fps if video.fps is None else video.fps
+        options = {} if rate is None else {"fps": float(rate)}
+        return MediaSource("video", f"{where}.video_url.url", url=video.url, options=options)
     return None
-
-
-def _sampling(
-    service: Service, body: ChatCompletionRequest, segments: Sequence[Segment], max_model_len: int
-) -> SamplingParams:
-    max_tokens = answer_budget(segments, max_model_len, body.max_completion_tokens or body.max_tokens)
-    vocab_size = service.prompt.tokenizer.vocab_size
-    logit_bias = {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()}
-    for param, token_ids in (("logit_bias", list(logit_bias)), ("stop_token_ids", body.stop_token_ids or [])):
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(
-                    f"'{param}' names token {token_id}, the vocabulary has {vocab_size}",
-                    code="invalid_value",
-                    param=param,
-                )
-    min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"'min_tokens' ({min_tokens}) exceeds the answer's limit of {max_tokens} tokens",
-            code="invalid_value",
-            param="min_tokens",
-        )
-    return SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=_or(body.temperature, 1.0),
-        top_k=max(0, body.top_k or 0),
-        top_p=_or(body.top_p, 1.0),
-        min_p=_or(body.min_p, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        logit_bias=logit_bias,
-        stop=body.stop_strings,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        seed=0,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-
-
-def answer_budget(segments: Sequence[Segment], max_model_len: int, asked: int | None) -> int:
-    """The answer's largest length in tokens, as far as it is known before media are encoded.
-
-    Every media item counts as one token here; the llm stage knows its true length and ends the answer
-    where the context ends.  Raises ContextOverflow if prompt and `asked` do not fit.
-    """
-    num_prompt_tokens = sum(
-        len(segment.token_ids) if isinstance(segment, TokenSegment) else 1 for segment in segments
-    )
-    room = max_model_len - num_prompt_tokens
-    if room < 1 or (asked is not None and asked > room):
-        raise ContextOverflow(
-            f"the prompt has {num_prompt_tokens} tokens and the answer asks for {asked or 'at least 1'}, "
-            f"the context holds {max_model_len}; shorten the messages or the answer",
-            param="messages" if room < 1 else "max_completion_tokens",
-        )
-    return room if asked is None else asked
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

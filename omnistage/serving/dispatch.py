@@ -23,7 +23,6 @@ def output_edges(spec: PipelineSpec, outputs: tuple[str, ...]) -> dict[str, str]
 def build_submits(spec: PipelineSpec, active: ActiveRequest) -> Iterator[tuple[str, Submit]]:
     """One Submit per stage of the route, consumers before producers."""
     request = active.request
-    entry_llm = entry_stage(spec, active.route.stages)
     for stage in reversed(active.route.stages):
         outgoing = [edge for edge in active.route.edges if edge.producer == stage]
         incoming = [edge for edge in active.route.edges if edge.consumer == stage]
@@ -41,7 +40,8 @@ def build_submits(spec: PipelineSpec, active: ActiveRequest) -> Iterator[tuple[s
                 key=active.key,
                 seed=request.seed,
                 sampling=request.sampling,
-                segments=request.segments if stage == entry_llm else (),
+                stage_params=dict(request.stage_params.get(stage, {})),
+                segments=request.segments if stage in active.llms[:1] else (),
                 media=request.media.get(stage, ()),
                 text=request.text if stage == request.entry else None,
                 options=options,
@@ -58,6 +58,6 @@ def build_submits(spec: PipelineSpec, active: ActiveRequest) -> Iterator[tuple[s
         )
 
 
-def entry_stage(spec: PipelineSpec, stages: tuple[str, ...]) -> str | None:
-    """The llm that reads the prompt: the first one on the route."""
-    return next((stage for stage in stages if spec.stages[stage].kind is StageKind.LLM), None)
+def llm_stages(spec: PipelineSpec, stages: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `stages` that are llms, in the same order; the first on a route reads the prompt."""
+    return tuple(stage for stage in stages if spec.stages[stage].kind is StageKind.LLM)

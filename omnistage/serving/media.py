@@ -1,4 +1,4 @@
-"""Gets the bytes of pictures and clips a request names: data: and http(s) URLs, allowed files, base64.
+"""Gets the bytes of the media a request names: data: and http(s) URLs, allowed files, base64.
 
 Bytes are recognised by their signature and sized here; decoding is the encoder's work.
 """
@@ -21,12 +21,13 @@ from omnistage.errors import MediaError, MediaTooLarge
 from omnistage.serving.fetching import Fetcher
 from omnistage.serving.prompt import Modality
 from omnistage.serving.settings import MediaSettings
-from omnistage.serving.sniff import AUDIO_FORMATS, modality_of, sniff
+from omnistage.serving.sniff import AUDIO_FORMATS, mime_as, sniff
 from omnistage.types import Media, Scalar
 
 _NAMES = {
     "image": "a PNG, JPEG, WebP, GIF, BMP or TIFF picture",
     "audio": "a WAV, MP3, FLAC, Ogg or AAC clip",
+    "video": "an MP4, MOV, WebM, Matroska or AVI video",
 }
 
 
@@ -59,6 +60,11 @@ class MediaLoader:
 
     def __init__(self, settings: MediaSettings, fetcher: Fetcher | None = None) -> None:
         self._settings = settings
+        self._limits: dict[Modality, int] = {
+            "image": settings.max_image_bytes,
+            "audio": settings.max_audio_bytes,
+            "video": settings.max_video_bytes,
+        }
         self._fetcher = fetcher or Fetcher(settings)
 
     async def load(self, sources: Sequence[MediaSource]) -> list[Media]:
@@ -66,7 +72,8 @@ class MediaLoader:
         settings = self._settings
         if len(sources) > settings.max_items:
             raise MediaError(
-                f"the request has {len(sources)} pictures and clips, the limit is {settings.max_items}",
+                f"the request has {len(sources)} pictures, clips and videos together, "
+                f"the limit is {settings.max_items}",
                 param="messages",
             )
         tasks = [asyncio.ensure_future(self._load_one(source)) for source in sources]
@@ -88,8 +95,7 @@ class MediaLoader:
         await self._fetcher.aclose()
 
     async def _load_one(self, source: MediaSource) -> Media:
-        is_image = source.modality == "image"
-        limit = self._settings.max_image_bytes if is_image else self._settings.max_audio_bytes
+        limit = self._limits[source.modality]
         try:
             data = await self._bytes_of(source, limit)
             if len(data) > limit:
@@ -179,10 +185,11 @@ def _open_without_waiting(path: str, flags: int) -> int:
 def _recognise(source: MediaSource, data: bytes) -> str:
     if not data:
         raise MediaError(f"the {source.modality} is empty (0 bytes)")
-    mime = sniff(data)
-    if mime is None or modality_of(mime) != source.modality:
-        found = f"looks like {mime}" if mime else "is of no known format"
-        raise MediaError(f"the {source.modality} {found}; send {_NAMES[source.modality]}")
+    found = sniff(data)
+    mime = mime_as(found, source.modality) if found else None
+    if mime is None:
+        looks = f"looks like {found}" if found else "is of no known format"
+        raise MediaError(f"the {source.modality} {looks}; send {_NAMES[source.modality]}")
     if source.declared is not None and mime not in AUDIO_FORMATS[source.declared]:
         raise MediaError(f"the clip is declared as {source.declared} but its bytes are {mime}")
     return mime

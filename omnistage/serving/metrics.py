@@ -87,6 +87,7 @@ class Metrics:
         self.tokens.labels("prompt").inc(done.usage.prompt_tokens)
         self.tokens.labels("cached").inc(done.usage.cached_tokens)
         self.tokens.labels("completion").inc(done.usage.completion_tokens)
+        self.tokens.labels("audio").inc(done.audio_tokens)
         self.audio_seconds.inc(timeline.audio_seconds)
         self.replays.inc(done.replays)
 

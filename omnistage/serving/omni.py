@@ -46,7 +46,8 @@ Request = Mapping[str, Any]
 class Answer:
     """A whole answer.  audio: None if none was asked for, empty if there is nothing to say aloud.
 
-    seed: what makes it reproducible.
+    usage: of the text; audio_tokens: frames of speech that a talker sampled.  is_audio_cut: whether the
+    speech ended at the talker's limit, before all was said.  seed: what makes it reproducible.
     """
 
     text: str
@@ -56,6 +57,8 @@ class Answer:
     usage: Usage
     timings: tuple[StageTiming, ...]
     seed: int
+    audio_tokens: int = 0
+    is_audio_cut: bool = False
 
     def save_audio(self, path: str | Path, file_format: str = "wav") -> None:
         """Write the speech to a file.  Raises RequestFailed if the answer has none."""
@@ -212,6 +215,8 @@ class Omni:
             usage=done.usage,
             timings=done.timings,
             seed=submitted.seed,
+            audio_tokens=done.audio_tokens,
+            is_audio_cut=wants_audio and bool(done.truncated),
         )
 
 

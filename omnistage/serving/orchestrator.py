@@ -24,8 +24,8 @@ from omnistage.errors import (
     error_from_wire,
 )
 from omnistage.graph import PipelineSpec, plan_route
-from omnistage.serving.backend_info import describe
-from omnistage.serving.dispatch import build_submits, output_edges
+from omnistage.serving.backend_info import check_sampling, describe
+from omnistage.serving.dispatch import build_submits, llm_stages, output_edges
 from omnistage.serving.replicas import Replica, ReplicaState, ReplicaTable
 from omnistage.serving.request_state import ActiveRequest, OrchestratedStream
 from omnistage.serving.requests import BackendInfo, GenerateRequest
@@ -45,9 +45,13 @@ logger = logging.getLogger(__name__)
 
 
 class Orchestrator:
-    """The Backend (omnistage.serving.requests) over a hub and a table of replicas."""
+    """The Backend (omnistage.serving.requests) over a hub and a table of replicas.
+
+    Raises PipelineError for sampling defaults that no stage could use.
+    """
 
     def __init__(self, spec: PipelineSpec, hub: Hub, model_dir: str) -> None:
+        check_sampling(spec)
         self.spec = spec
         self.replicas = ReplicaTable(spec.stages.values())
         self._hub = hub
@@ -97,6 +101,7 @@ class Orchestrator:
             uid=f"{request.request_id}.{self._num_submitted}",
             route=route,
             outputs=output_edges(self.spec, request.outputs),
+            llms=llm_stages(self.spec, route.stages),
         )
         self._active[active.uid] = active
         self._idle.clear()

@@ -1,5 +1,6 @@
 """Messages to prompt segments: chat template, places for media, special tokens out of users' hands.
 
+What every format shares, and the starter's; omnistage.serving.qwen_prompt has that of chat checkpoints.
 A text-only prompt is tokenised in one piece, so its ids equal transformers' apply_chat_template.
 There is one exception: where a user's own text spells a special token ("<|im_end|>"), transformers
 encodes the special token, which lets the user end their turn and speak as somebody else.  Here such
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,11 +22,12 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from omnistage.errors import InvalidRequest, WeightsError
+from omnistage.models.files import read_settings
 from omnistage.serving.requests import BackendInfo
 from omnistage.serving.tokenizer import Tokenizer
 from omnistage.types import MediaSegment, Segment, TokenSegment
 
-Modality = Literal["image", "audio"]
+Modality = Literal["image", "audio", "video"]  # as omnistage.models.protocols, which imports torch
 
 _PRIVATE_USE = range(0x100000, 0x10FFFE)  # characters no text means anything by
 
@@ -37,10 +39,14 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class MediaPiece:
-    """item: index into the request's media of this modality."""
+    """item: index into the request's media of the stage that takes this modality.
+
+    sound: of a video whose sound track is to be heard, its index among the media of the hearing stage.
+    """
 
     modality: Modality
     item: int
+    sound: int | None = None
 
 
 Piece = TextPiece | MediaPiece
@@ -53,9 +59,13 @@ class PromptMessage:
 
 
 class PromptFormat(Protocol):
-    """How a model wants its conversation written."""
+    """How a model wants its conversation written.
+
+    merges_sound: whether a video can stand in it together with its sound track.
+    """
 
     tokenizer: Tokenizer
+    merges_sound: bool
 
     def render(self, messages: Sequence[PromptMessage]) -> list[Segment]:
         """Raises InvalidRequest if the conversation cannot be written in this format."""
@@ -76,27 +86,34 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate:
-        """From chat_template.jinja, or else tokenizer_config.json.  Raises WeightsError if neither has it."""
-        try:
-            config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-            template_file = directory / "chat_template.jinja"
-            source = (
-                template_file.read_text(encoding="utf-8")
-                if template_file.exists()
-                else config["chat_template"]
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise WeightsError(f"no chat template in {directory} ({error}); fetch the model again") from error
-        tokens = {}
-        for name, value in config.items():
-            if name.endswith("_token"):
-                content = value.get("content") if isinstance(value, dict) else value
-                if isinstance(content, str):
-                    tokens[name] = content
-        return cls(source, tokens)
+        """From chat_template.jinja, or else chat_template.json, or else tokenizer_config.json.
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Raises InvalidRequest with the template's own complaint."""
+        Raises WeightsError if none of them has it.
+        """
+        config = read_settings(directory / "tokenizer_config.json")
+        try:
+            source = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            settings = read_settings(directory / "chat_template.json")
+            found = _default_template(settings) or _default_template(config)
+            if found is None:
+                raise WeightsError(
+                    f"no chat template in {directory}: neither chat_template.jinja nor an entry "
+                    "'chat_template' in chat_template.json or tokenizer_config.json; fetch the model again, "
+                    "one that was trained to chat"
+                ) from None
+            source = found
+        except (OSError, ValueError) as error:
+            raise WeightsError(
+                f"the chat template in {directory} cannot be read ({error}); fetch the model again"
+            ) from error
+        return cls(source, _special_tokens(config))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """messages: "role" and "content", which is a string or a list of parts.
+
+        Raises InvalidRequest with the template's own complaint.
+        """
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -113,13 +130,23 @@ class ChatTemplate:
             ) from None
 
 
-class _Holes:
+class Holes:
     """Marks inside a rendered text: a character that occurs in no message, a number, the character again."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        used = set().union(*texts) if texts else set()
+    def __init__(self, messages: Sequence[PromptMessage], tokenizer: Tokenizer) -> None:
+        texts = (
+            piece.text for message in messages for piece in message.pieces if isinstance(piece, TextPiece)
+        )
+        used = set().union(*texts)
         self._mark = next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+        self._special = tokenizer.special_pattern
         self._contents: list[MediaPiece | str] = []
+
+    def guard(self, text: str) -> str:
+        """A user's text with holes where it spells special tokens."""
+        if self._special is None:
+            return text
+        return self._special.sub(lambda match: self.put(match.group()), text)
 
     def put(self, content: MediaPiece | str) -> str:
         self._contents.append(content)
@@ -144,42 +171,34 @@ class StarterPrompt:
     tokenises where its MediaSegment stands; it is set off by line breaks.
     """
 
+    merges_sound = False
+
     def __init__(self, *, tokenizer: Tokenizer, template: ChatTemplate, encoders: Mapping[str, str]) -> None:
         self.tokenizer = tokenizer
         self._template = template
         self._encoders = dict(encoders)
-        names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-        self._special = re.compile("|".join(re.escape(name) for name in names)) if names else None
 
     def render(self, messages: Sequence[PromptMessage]) -> list[Segment]:
-        texts = [
-            piece.text for message in messages for piece in message.pieces if isinstance(piece, TextPiece)
-        ]
-        holes = _Holes(texts)
+        holes = Holes(messages, self.tokenizer)
         rendered = self._template.render(
             [{"role": message.role, "content": self._content(message.pieces, holes)} for message in messages]
         )
         return self._segments(holes.split(rendered))
 
-    def _content(self, pieces: Sequence[Piece], holes: _Holes) -> str:
+    def _content(self, pieces: Sequence[Piece], holes: Holes) -> str:
         content = ""
         previous: Piece | None = None
         for piece in pieces:
             if previous is not None:
                 content += _separator(previous, piece)
             if isinstance(piece, TextPiece):
-                content += self._guard(piece.text, holes)
+                content += holes.guard(piece.text)
             elif piece.modality == "image":
                 content += f"Picture of:{holes.put(piece)}."
             else:
                 content += holes.put(piece)
             previous = piece
         return content
-
-    def _guard(self, text: str, holes: _Holes) -> str:
-        if self._special is None:
-            return text
-        return self._special.sub(lambda match: holes.put(match.group()), text)
 
     def _segments(self, parts: Sequence[str | MediaPiece | TextPiece]) -> list[Segment]:
         segments: list[Segment] = []
@@ -199,9 +218,6 @@ class StarterPrompt:
         return segments
 
 
-PromptFactory = Callable[[BackendInfo], PromptFormat]
-
-
 def starter_prompt(info: BackendInfo) -> StarterPrompt:
     """Raises WeightsError if tokenizer or chat template are missing."""
     directory = Path(info.prompt_directory)
@@ -210,19 +226,31 @@ def starter_prompt(info: BackendInfo) -> StarterPrompt:
     )
 
 
-PROMPT_FORMATS: dict[str, PromptFactory] = {"starter": starter_prompt}
-
-
-def prompt_format(info: BackendInfo) -> PromptFormat:
-    """The format registered for this model's name, or else the starter's, which any chat template fits."""
-    return PROMPT_FORMATS.get(info.model, starter_prompt)(info)
-
-
 def _separator(before: Piece, after: Piece) -> str:
     """Between two pieces of one message: sentences of one line, everything else on lines of its own."""
     is_picture_before = isinstance(before, MediaPiece) and before.modality == "image"
     is_speech_after = isinstance(after, MediaPiece) and after.modality == "audio"
     return " " if is_picture_before and not is_speech_after else "\n"
+
+
+def _default_template(settings: Mapping[str, Any]) -> str | None:
+    """The entry "chat_template": a text, or several by name, of which the one named "default" counts."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = [entry for entry in found if isinstance(entry, dict)]
+        found = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Those that tokenizer_config.json names ("bos_token"), for templates that ask for them."""
+    extra = config.get("extra_special_tokens")
+    tokens = {}
+    for name, value in {**(extra if isinstance(extra, dict) else {}), **config}.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -57,11 +57,12 @@ class Body(BaseModel):
 
 
 def nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """A suffix that offers the nearest known names, or all of them when none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    """A suffix that offers the nearest known name, in any case, or all of them when none is near."""
+    folded = {each.casefold(): each for each in known}
+    close = difflib.get_close_matches(name[:MAX_SHOWN_CHARACTERS].casefold(), folded, n=1)
     if close:
-        return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(sorted(known))}" if len(known) <= 12 else ""
+        return f"; did you mean '{folded[close[0]]}'?"
+    return f"; known: {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""
 
 
 def shown(value: Any) -> str:

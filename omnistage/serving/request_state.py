@@ -57,14 +57,24 @@ class ActiveRequest:
     """A request from its admission to its last event.
 
     uid: names it on the wire; never used twice, whatever ids clients choose.
+    llms: the llm stages of the route; the first of them reads the prompt.
     assigned: the replica of each stage in this attempt.  unfinished: stages still at work.
-    journal: per llm stage, the token ids sampled so far, over all attempts.
+    journal: per llm stage, the token ids (of a talker: codes) sampled so far, over all attempts.
     """
 
-    def __init__(self, request: GenerateRequest, *, uid: str, route: Route, outputs: dict[str, str]) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        uid: str,
+        route: Route,
+        outputs: dict[str, str],
+        llms: tuple[str, ...] = (),
+    ) -> None:
         self.request = request
         self.uid = uid
         self.route = route
+        self.llms = llms
         self.outputs = outputs  # output edge ("@audio") -> stage
         self.attempt = 0
         self.arrived = time.monotonic()
@@ -137,7 +147,7 @@ class ActiveRequest:
         self.unfinished.discard(stage)
         self.timings[stage] = finished.timing
         self.usage.setdefault(stage, finished.usage)
-        if self.journal.get(stage) is not None or finished.usage.prompt_tokens:
+        if stage in self.llms:
             self.finish_reasons.setdefault(stage, finished.finish_reason)
 
     @property
@@ -146,15 +156,28 @@ class ActiveRequest:
 
     def complete(self) -> None:
         """Queue the last event: every stage has finished and every output has ended."""
-        total = Usage(
-            prompt_tokens=sum(usage.prompt_tokens for usage in self.usage.values()),
-            completion_tokens=sum(usage.completion_tokens for usage in self.usage.values()),
-            cached_tokens=sum(usage.cached_tokens for usage in self.usage.values()),
-        )
-        reason = next(iter(self.finish_reasons.values()), FinishReason.STOP)
+        others = self.llms[1:]
         timings = tuple(self.timings[stage] for stage in self.route.stages if stage in self.timings)
+        done = Done(
+            finish_reason=self.finish_reasons[self.llms[0]] if self.llms else FinishReason.STOP,
+            usage=self._usage(self.llms[:1] or self.route.stages),
+            timings=timings,
+            arrived=self.arrived,
+            replays=self.attempt,
+            audio_tokens=self._usage(others).completion_tokens,
+            truncated=tuple(stage for stage in others if self.finish_reasons[stage] is FinishReason.LENGTH),
+        )
         self.is_over = True
-        self._events.put_nowait((Done(reason, total, timings, self.arrived, self.attempt), ""))
+        self._events.put_nowait((done, ""))
+
+    def _usage(self, stages: tuple[str, ...]) -> Usage:
+        """The sum over these stages, all of which have finished."""
+        usages = [self.usage[stage] for stage in stages]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+        )
 
     def fail(self, error: OmnistageError) -> None:
         self.is_over = True

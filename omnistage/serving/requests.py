@@ -29,6 +29,8 @@ class GenerateRequest:
     (a transcription wants the hearing stage).  segments: the prompt of the pipeline's entry llm.
     media: per encoder stage.  text: said as given by the stage `entry` (speech without a thinker).
     options: per-request settings stages read ("voice", "speed").
+    stage_params: stage -> its settings for this request, by names of SamplingParams' fields; of llms that
+    do not read the prompt (`sampling` is for the one that does).
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     options: Mapping[str, Scalar] = field(default_factory=dict)
+    stage_params: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
     cache_salt: str = ""
 
 
@@ -60,13 +63,20 @@ class AudioDelta:
 
 @dataclass(frozen=True)
 class Done:
-    """The last event of every successful request."""
+    """The last event of every successful request.
+
+    finish_reason, usage: of the llm that reads the prompt; without one, usage is that of all stages.
+    audio_tokens: what other llms made, in their own units (a talker's codec frames).
+    truncated: those of them that ended at their length limit.
+    """
 
     finish_reason: FinishReason
     usage: Usage
     timings: tuple[StageTiming, ...] = ()
     arrived: float = 0.0  # time.monotonic()
     replays: int = 0
+    audio_tokens: int = 0
+    truncated: tuple[str, ...] = ()
 
 
 Event = TextDelta | AudioDelta | Done
@@ -87,7 +97,11 @@ class BackendInfo:
     """Facts the API needs, known once every stage is ready.
 
     prompt_directory: holds the tokenizer and chat template of the llm that reads the prompt.
-    max_model_len: tokens of prompt and answer.  encoders: modality ("image", "audio") -> stage.
+    max_model_len: tokens of prompt and answer.  encoders: modality ("image", "audio", "video") -> stage.
+    architecture: model_type of the model's config.json, "" where it has none.
+    entry: the llm that reads the prompt, "" without one.  sampling: its defaults, by names of
+    SamplingParams' fields: the checkpoint's, and over them the pipeline's.
+    llm_stages: every llm of the pipeline, which stage_params may name.
     """
 
     model: str
@@ -100,6 +114,10 @@ class BackendInfo:
     max_model_len: int
     voices: tuple[str, ...]
     sample_rate: int
+    architecture: str = ""
+    entry: str = ""
+    sampling: Mapping[str, Scalar] = field(default_factory=dict)
+    llm_stages: tuple[str, ...] = ()
 
 
 class Backend(Protocol):

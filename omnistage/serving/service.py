@@ -14,7 +14,8 @@ from starlette.requests import Request
 from omnistage.errors import NotFound, NotReady
 from omnistage.serving.media import MediaLoader
 from omnistage.serving.metrics import Metrics
-from omnistage.serving.prompt import PromptFormat, prompt_format
+from omnistage.serving.prompt import PromptFormat
+from omnistage.serving.prompt_formats import prompt_format
 from omnistage.serving.protocol import Body, decode_json, nearest, parse_body
 from omnistage.serving.requests import Backend, BackendInfo
 from omnistage.serving.settings import ServerSettings
@@ -97,17 +98,20 @@ class Service:
         return info
 
     def voice(self, name: str | None, *, param: str) -> str:
-        """The voice asked for, or else the first.  Raises NotFound."""
+        """The voice asked for, in any case, or else the first.  Raises NotFound."""
         voices = self.info.voices
         if name is None:
             return voices[0] if voices else ""
-        if name not in voices:
+        if name in voices:
+            return name
+        known = {voice.casefold(): voice for voice in voices}
+        if name.casefold() not in known:
             raise NotFound(
                 f"there is no voice {name[:100]!r}{nearest(name, voices)}",
                 code="voice_not_found",
                 param=param,
             )
-        return name
+        return known[name.casefold()]
 
 
 async def read_body(request: Request, model: type[B]) -> B:

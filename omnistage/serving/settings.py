@@ -14,7 +14,7 @@ class MediaSettings:
 
     root: the only directory that file:// URLs may name; None refuses them all.
     allow_private_hosts: also fetch from loopback, private and link-local addresses.
-    max_items: pictures and clips per request.  max_*_bytes: per item, and of all items together.
+    max_items: pictures, clips and videos per request.  max_*_bytes: per item, and of all items together.
     fetch_timeout: seconds for one download, redirects included.
     """
 
@@ -23,7 +23,8 @@ class MediaSettings:
     max_items: int = 16
     max_image_bytes: int = 20 * MEBIBYTE
     max_audio_bytes: int = 25 * MEBIBYTE
-    max_total_bytes: int = 64 * MEBIBYTE
+    max_video_bytes: int = 256 * MEBIBYTE
+    max_total_bytes: int = 256 * MEBIBYTE
     fetch_timeout: float = 30.0
     max_redirects: int = 5
 

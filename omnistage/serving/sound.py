@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MEDIA_TYPES = {
     "wav": "audio/wav",
+    "wav_f32": "audio/wav",
     "mp3": "audio/mpeg",
     "flac": "audio/flac",
     "opus": "audio/ogg",

@@ -44,7 +44,13 @@ def prepare_speech(service: Service, body: SpeechRequest) -> GenerateRequest:
     """Raises InvalidRequest, NotFound or NotReady."""
     info = service.check_model(body.model)
     if info.speech_entry is None:
-        raise InvalidRequest("this model does not speak", code="unsupported_modality")
+        complaint = "this model does not speak"
+        if "audio" in info.outputs:
+            complaint = (
+                "this model speaks nothing but its own answers; ask /v1/chat/completions with "
+                '"modalities": ["text", "audio"]'
+            )
+        raise InvalidRequest(complaint, code="unsupported_modality")
     limit = service.settings.max_speech_characters
     if len(body.input) > limit:
         raise InvalidRequest(

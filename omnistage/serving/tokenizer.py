@@ -9,15 +9,19 @@ from pathlib import Path
 import tokenizers
 
 from omnistage.errors import WeightsError
+from omnistage.models.tokenizer_files import tokenizer_file
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """Reads `directory`/tokenizer.json.  Raises WeightsError if it is missing or unreadable."""
+    """Reads `directory`/tokenizer.json, which is made first if there are only older files.
+
+    Raises WeightsError if there is none or it is unreadable.
+    """
 
     def __init__(self, directory: Path) -> None:
-        path = directory / "tokenizer.json"
+        path = tokenizer_file(directory)
         try:
             text = path.read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -41,6 +45,12 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Characters of the longest token: a text has at least len(text) / longest_token tokens."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str] | None:
+        """Matches the name of any special token, the longest first; None if there are none."""
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("|".join(re.escape(name) for name in names)) if names else None
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a rendered prompt; special tokens in it count as such, none are added."""

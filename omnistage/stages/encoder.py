@@ -12,11 +12,12 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import msgspec
+from numpy.typing import NDArray
 
 from omnistage.encoders.cache import EncoderCache
 from omnistage.encoders.media import decode_image
 from omnistage.errors import InvalidRequest, OmnistageError
-from omnistage.models.protocols import EncoderModel
+from omnistage.models.protocols import EncoderModel, VideoFrames
 from omnistage.stages.stage import Outbox, StageContext
 from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import Media, Payload, Scalar
@@ -24,6 +25,8 @@ from omnistage.types import Media, Payload, Scalar
 # Items computed together.  All of a batch are done at its end, and larger ones are hardly faster per item:
 # of 16 spoken clips on a CPU the last is heard after 8 s at any size, the average after 5.5 s, not 8.
 MAX_BATCH = 4
+# A batch takes no further item once its decoded media are this large: each may hold a gigabyte.
+MAX_BATCH_BYTES = 256 * 1024**2
 
 Waiter = tuple[RequestKey, int]  # a request, and the index of the item among its media
 
@@ -35,6 +38,7 @@ class _Item:
         self.media = media
         self.arrived = arrived
         self.waiters: list[Waiter] = []
+        self.num_bytes = 0  # of the decoded medium
         self.prepared: Any = None
 
 
@@ -115,7 +119,7 @@ class EncoderStage:
 
     def info(self) -> dict[str, Scalar | list[str]]:
         return {
-            "modality": self._model.modality,
+            "modalities": list(self._model.modalities),
             "output": str(self._model.output),
             "weight_bytes": self._model.weight_bytes,
         }
@@ -144,14 +148,20 @@ class EncoderStage:
         """Decode one queued item; start the batch once it is full or nothing else is queued."""
         if self._queued:  # empty if the last one was aborted after others had been decoded
             self._decode_next(outbox)
-        if self._running and (not self._queued or len(self._running) >= self._max_batch):
+        if self._running and (not self._queued or self._is_full()):
             prepared: Sequence[Any] = [running.prepared for running in self._running]
             self._work = self._model.encode(prepared)
+
+    def _is_full(self) -> bool:
+        num_bytes = sum(item.num_bytes for item in self._running)
+        return len(self._running) >= self._max_batch or num_bytes >= MAX_BATCH_BYTES
 
     def _decode_next(self, outbox: Outbox) -> None:
         _, item = self._queued.popitem(last=False)
         try:
-            item.prepared = self._prepare(item.media)
+            raw = self._decode(item.media)
+            item.num_bytes = raw.frames.nbytes if isinstance(raw, VideoFrames) else raw.nbytes
+            item.prepared = self._model.preprocess(raw, item.media.options)
         except OmnistageError as error:
             outbox.worked.extend(key for key, _ in item.waiters)
             for key in dict.fromkeys(key for key, _ in item.waiters):
@@ -160,14 +170,26 @@ class EncoderStage:
         else:
             self._running.append(item)
 
-    def _prepare(self, media: Media) -> Any:
-        if self._model.modality == "image":
-            return self._model.preprocess(decode_image(media.data), media.options)
+    def _decode(self, media: Media) -> NDArray[Any] | VideoFrames:
+        """A video for a stage that takes videos; of any file its sound for one that hears; else a picture."""
+        modalities = self._model.modalities
+        max_seconds = self._context.spec.max_media_seconds
+        if "video" in modalities and media.mime.startswith("video/"):
+            from omnistage.encoders.video import decode_video
+
+            fps = media.options.get("fps", self._model.video_fps)
+            if isinstance(fps, str | bool):
+                raise InvalidRequest(
+                    f"fps is {fps!r}, but must be a number of frames per second", param="fps"
+                )
+            return decode_video(media.data, fps=fps, max_seconds=max_seconds)
+        if "image" in modalities:
+            return decode_image(media.data)
         from omnistage.audio.containers import decode
         from omnistage.audio.pcm import resample
 
-        pcm = decode(media.data, max_seconds=self._context.spec.max_media_seconds)
-        return self._model.preprocess(resample(pcm, self._model.sample_rate).samples, media.options)
+        pcm = decode(media.data, max_seconds=max_seconds)
+        return resample(pcm, self._model.sample_rate).samples
 
     def _finish_batch(self, payloads: list[Payload], outbox: Outbox) -> None:
         finished, self._running, self._work = self._running, [], None

@@ -5,12 +5,11 @@ The only place that knows every stage kind; the kinds know nothing of one anothe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from omnistage.errors import PipelineError, WeightsError
+from omnistage.errors import PipelineError
+from omnistage.models.files import read_settings
 from omnistage.models.registry import (
     PartSource,
     find_part,
@@ -35,29 +34,39 @@ def _source(context: StageContext) -> PartSource:
     return find_part(context.model_dir, context.spec.part)
 
 
-def _load(context: StageContext, loader: Callable[..., Any], *, auto_dtype: str = "float32") -> Any:
-    dtype = auto_dtype if context.spec.dtype == "auto" else context.spec.dtype
+def _load(context: StageContext, source: PartSource, loader: Callable[..., Any]) -> Any:
+    dtype = _stored_dtype(source) if context.spec.dtype == "auto" else context.spec.dtype
     device = context.spec.devices_of(context.replica)[0]
-    return loader(_source(context), device=device, dtype=dtype, progress=context.progress)
+    return loader(source, device=device, dtype=dtype, progress=context.progress)
+
+
+def _stored_dtype(source: PartSource) -> str:
+    """What the part's configuration says of its weights, else the checkpoint's; float32 if neither does."""
+    whole = read_settings(source.directory / "config.json")
+    for values in (source.config, source.config.get("text_config"), whole):
+        stored = (values or {}).get("dtype") or (values or {}).get("torch_dtype")
+        if stored:
+            return str(stored)
+    return "float32"
 
 
 def _encoder(context: StageContext) -> Stage:
     from omnistage.stages.encoder import EncoderStage
 
-    return EncoderStage(context, _load(context, load_encoder))
+    return EncoderStage(context, _load(context, _source(context), load_encoder))
 
 
 def _generator(context: StageContext) -> Stage:
     from omnistage.stages.generator import GeneratorStage
 
-    model = _load(context, load_acoustic)
+    model = _load(context, _source(context), load_acoustic)
     return GeneratorStage(context, model, frames_per_second=model.frame_rate)
 
 
 def _vocoder(context: StageContext) -> Stage:
     from omnistage.stages.vocoder import VocoderStage
 
-    return VocoderStage(context, _load(context, load_vocoder))
+    return VocoderStage(context, _load(context, _source(context), load_vocoder))
 
 
 def _function(context: StageContext) -> Stage:
@@ -71,43 +80,10 @@ def _function(context: StageContext) -> Stage:
 
 
 def _llm(context: StageContext) -> Stage:
-    from tokenizers import Tokenizer
-
-    from omnistage.engine.engine import Engine, EngineConfig
-    from omnistage.stages.llm import LlmStage, eos_ids
+    from omnistage.stages.llm_factory import build_llm
 
     source = _source(context)
-    spec = context.spec
-    stored = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
-    model = _load(context, load_decoder, auto_dtype=str(stored))
-    limit = int(source.config.get("max_position_embeddings") or 2048)
-    config = EngineConfig(
-        kv_bytes=spec.kv_cache,
-        max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_num_batched_tokens,
-        max_model_len=min(limit, spec.max_model_len or limit),
-        enable_prefix_cache=spec.enable_prefix_cache,
-    )
-    tokenizer_path = source.directory / "tokenizer.json"
-    if not tokenizer_path.is_file():
-        raise WeightsError(f"{tokenizer_path} does not exist; an llm stage needs its tokenizer")
-    generation = _read_json(source.directory / "generation_config.json")
-    return LlmStage(
-        context,
-        Engine(model, config),
-        Tokenizer.from_file(str(tokenizer_path)),
-        eos_ids(source.config, generation),
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise WeightsError(f"{path} is not JSON ({error})") from error
-    return content if isinstance(content, dict) else {}
+    return build_llm(context, source, _load(context, source, load_decoder))
 
 
 _BUILDERS: dict[StageKind, Callable[[StageContext], Stage]] = {

@@ -14,7 +14,7 @@ from typing import Protocol
 from omnistage.errors import OmnistageError
 from omnistage.graph import EdgeSpec, PipelineSpec, StageSpec
 from omnistage.transport.messages import Chunk, RequestKey, Submit
-from omnistage.types import FinishReason, HostTensor, Payload, Scalar, Usage
+from omnistage.types import FinishReason, HostTensor, Payload, Scalar, StageKind, Usage
 
 IDLE = None
 
@@ -40,15 +40,24 @@ class StageContext:
     def edges_in(self) -> tuple[EdgeSpec, ...]:
         return tuple(edge for edge in self.pipeline.edges if edge.consumer == self.spec.name)
 
+    def edges_to(self, kind: StageKind) -> frozenset[str]:
+        """Names of the edges from this stage to stages of a kind."""
+        return frozenset(
+            edge.name
+            for edge in self.pipeline.edges
+            if edge.producer == self.spec.name and self.pipeline.stages[edge.consumer].kind is kind
+        )
+
 
 @dataclass(frozen=True)
 class Emitted:
-    """One payload for every consumer of a request's stage."""
+    """One payload for the consumers of a request's stage: those on `edges`, or all."""
 
     key: RequestKey
     payload: Payload
     is_last: bool = False
     item: int = 0
+    edges: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,16 @@ class Outbox:
     cached: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
 
-    def emit(self, key: RequestKey, payload: Payload, *, is_last: bool = False, item: int = 0) -> None:
-        self.emitted.append(Emitted(key, payload, is_last, item))
+    def emit(
+        self,
+        key: RequestKey,
+        payload: Payload,
+        *,
+        is_last: bool = False,
+        item: int = 0,
+        edges: frozenset[str] | None = None,
+    ) -> None:
+        self.emitted.append(Emitted(key, payload, is_last, item, edges))
 
     def end(
         self,

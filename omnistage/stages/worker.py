@@ -294,6 +294,8 @@ class Worker:
         began = time.monotonic()
         ticket.first_output = ticket.first_output or began
         for edge, backlog in ticket.backlog.items():
+            if emitted.edges is not None and edge not in emitted.edges:
+                continue
             if edge not in self._whole_edges:
                 backlog.append(emitted)
                 continue

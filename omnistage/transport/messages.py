@@ -103,6 +103,7 @@ class Submit(Message, frozen=True, kw_only=True):
     segments: an llm's prompt.  media: an encoder's items.  text: what a generator is to say when no
     stage feeds it.  consumers: edge -> address for every edge out of this stage on the route.
     producers: edge -> address likewise for edges into it (for credits).
+    stage_params: this request's own settings of this stage, by names of SamplingParams' fields.
     forced_token_ids: the journal of an earlier attempt, already delivered.
     credits: edge -> chunks this stage may send before the consumer grants more; absent: unbounded.
     """
@@ -110,6 +111,7 @@ class Submit(Message, frozen=True, kw_only=True):
     key: RequestKey
     seed: int
     sampling: SamplingParams = SamplingParams()
+    stage_params: dict[str, Scalar] = {}
     segments: tuple[Segment, ...] = ()
     media: tuple[Media, ...] = ()
     text: str | None = None

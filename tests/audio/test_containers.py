@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from omnistage.audio.containers import CONTENT_TYPES, StreamEncoder, decode, encode, wav_header
 from omnistage.audio.pcm import Pcm, float_to_int16
 from omnistage.errors import InvalidRequest, MediaError, MediaTooLarge
+from tests.encoders.video_files import smooth_frames, video_file
 
 RATE = 22050
 LOSSLESS = ("wav", "wav_f32", "flac")
@@ -247,8 +248,33 @@ def test_broken_files_are_refused_by_name(data: bytes, fault: str) -> None:
 
 
 def test_video_without_sound_is_refused() -> None:
-    with pytest.raises(MediaError, match="has no sound track"):
+    with pytest.raises(MediaError, match=r"has no sound track; .* leave out use_audio_in_video, which needs"):
         decode(video_only(), max_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("muxer", "codec", "sound_codec"),
+    [
+        ("mp4", "libx264", "aac"),
+        ("mov", "libx264", "aac"),
+        ("matroska", "libx264", "flac"),
+        ("webm", "libvpx-vp9", "libopus"),
+        ("avi", "mpeg4", "pcm_s16le"),
+        ("avi", "mpeg4", "libmp3lame"),
+        ("flv", "flv", "aac"),
+        ("mpeg", "mpeg2video", "mp2"),
+        ("mpegts", "libx264", "aac"),
+        ("asf", "wmv2", "libmp3lame"),
+    ],
+)
+def test_the_sound_track_of_a_video(muxer: str, codec: str, sound_codec: str) -> None:
+    sound = tone(1.0, 16_000)
+    data = video_file(
+        smooth_frames(25), muxer=muxer, codec=codec, pix_fmt="yuv420p", sound=sound, sound_codec=sound_codec
+    )
+    decoded = decode(data, max_seconds=5)
+    assert abs(decoded.duration - 1.0) < 0.15
+    assert likeness(decoded, np.interp(np.arange(RATE) / RATE, np.arange(16_000) / 16_000, sound)) > 0.98
 
 
 @pytest.mark.parametrize("audio_format", ["wav", "mp3", "opus"])

@@ -169,11 +169,3 @@ class Collected:
 @pytest.fixture
 def collected() -> Collected:
     return Collected()
-
-
-@pytest.fixture(scope="session")
-def qwen3_omni_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3-Omni as the hub would have it."""
-    from tests.models.qwen_checkpoints import build_qwen3_omni
-
-    return build_qwen3_omni(tmp_path_factory.mktemp("qwen3_omni"))

@@ -158,7 +158,7 @@ def test_classes_of_one_name_count_as_one():
 def test_rows_do_not_depend_on_the_batch_and_work_comes_in_slices(tmp_path):
     network = write_random(tmp_path)
     encoder = load_encoder(find_part(tmp_path, None))
-    assert (encoder.modality, encoder.output, encoder.sample_rate) == ("image", PortType.EMBEDDINGS, 0)
+    assert (encoder.modalities, encoder.output, encoder.sample_rate) == (("image",), PortType.EMBEDDINGS, 0)
     assert encoder.weight_bytes == sum(tensor.nbytes for tensor in network.parameters())
     items = [encoder.preprocess(image, {}) for image in (pattern(), pattern()[::-1], pattern()[:, :100])]
     together, num_slices = finish(encoder.encode(items))

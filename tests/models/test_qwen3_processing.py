@@ -112,6 +112,51 @@ def test_video(family: Family, num_frames: int, width: int, height: int, fps: fl
         assert np.float32(own.second_per_grid) == made["video_second_per_grid"][0].numpy()
 
 
+@pytest.mark.parametrize("num_frames", [1, 4, 5, 8, 11])
+def test_a_long_video_is_processed_in_pieces(
+    family: Family, num_frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which must not show; Qwen3-VL sizes its frames by how many there are, so it gets them all at once."""
+    is_omni = family.own.sample_rate > 0
+    frames = make_video(max(num_frames, 1 if is_omni else 2), 200, 120)
+    whole = family.own.video(frames, 2.0)
+    monkeypatch.setattr("omnistage.models.qwen3_processing.FRAMES_AT_ONCE", 5)
+    calls: list[int] = []
+    few_frames = family.own._few_frames
+
+    def counted(piece: Any, what: str) -> Any:
+        calls.append(len(piece))
+        return few_frames(piece, what)
+
+    monkeypatch.setattr(family.own, "_few_frames", counted)
+    pieces = family.own.video(frames, 2.0)
+    assert torch.equal(pieces.patches.pixels, whole.patches.pixels)
+    assert pieces.patches.grid == whole.patches.grid
+    assert calls == (
+        [min(4, len(frames) - first) for first in range(0, len(frames), 4)] if is_omni else [len(frames)]
+    )
+
+
+def test_frames_that_share_a_budget(omni: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap on all pixels of a video makes the size of a frame depend on their number."""
+    monkeypatch.setattr("omnistage.models.qwen3_processing.FRAMES_AT_ONCE", 4)
+    settings = {**omni.own._video_settings, "cap_pixels_per_frame": True}
+    monkeypatch.setattr(omni.own, "_video_settings", settings)
+    for processor in (omni.own._videos, omni.theirs.video_processor):
+        monkeypatch.setattr(processor, "max_video_tokens", 600)
+    frames = make_video(40, 500, 500)
+    own = omni.own.video(frames, 2.0)
+    made = omni.theirs.video_processor(
+        [torch.from_numpy(frames.transpose(0, 3, 1, 2).copy())],
+        do_sample_frames=False,
+        return_tensors="pt",
+        **settings,
+    )
+    assert torch.equal(own.patches.pixels, made["pixel_values_videos"])
+    alone = omni.own.video(frames[:4], 2.0)
+    assert alone.patches.grid[1:] != own.patches.grid[1:]
+
+
 @pytest.mark.parametrize("num_samples", NUM_SAMPLES)
 def test_sound(omni: Family, num_samples: int) -> None:
     samples = make_audio(num_samples / 16000 + 1e-5, seed=num_samples)[:num_samples]
@@ -144,6 +189,17 @@ def test_nested_settings(qwen3_omni_dir: Path, omni: Family, tmp_path: Path) -> 
     assert torch.equal(again.image(make_image()).pixels, omni.own.image(make_image()).pixels)
     assert torch.equal(again.video(frames, 2.0).patches.pixels, omni.own.video(frames, 2.0).patches.pixels)
     assert torch.equal(again.audio(make_audio()), omni.own.audio(make_audio()))
+
+
+def test_frames_per_second(qwen3_omni_dir: Path, omni: Family, tmp_path: Path) -> None:
+    """The checkpoint's, where it says so."""
+    assert omni.own.video_fps == 2.0
+    for path in qwen3_omni_dir.glob("*"):
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    videos = {**omni.theirs.video_processor.to_dict(), "fps": 4}
+    write_json(tmp_path / "video_preprocessor_config.json", {**videos, "resample": 3})
+    assert Qwen3Processing(tmp_path).video_fps == 4.0
 
 
 def test_unusable_media(family: Family) -> None:

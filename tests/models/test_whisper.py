@@ -200,7 +200,7 @@ def test_digital_silence_is_empty_without_running_the_network(tiny):
     item = encoder.preprocess(np.zeros(16_000, np.float32), {})
     (payload,), num_slices = finish(encoder.encode([item]))
     assert (payload.text, payload.token_ids, num_slices) == ("", (), 1)
-    assert payload.info == {"language": "en", "duration": 1.0, "no_speech": 1.0}
+    assert payload.info == {"modality": "audio", "language": "en", "duration": 1.0, "no_speech": 1.0}
 
 
 @pytest.mark.parametrize(

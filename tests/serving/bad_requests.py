@@ -29,6 +29,7 @@ def data_url(data: bytes, mime: str = "image/png") -> str:
 
 
 URL = "messages[0].content[0].image_url.url"
+VIDEO = "messages[0].content[0].video_url.url"
 CLIP = "messages[0].content[0].input_audio.data"
 
 CHAT_ROWS: list[tuple[Any, int, str, str | None, str]] = [
@@ -96,12 +97,16 @@ CHAT_ROWS: list[tuple[Any, int, str, str | None, str]] = [
         "type",
     ),
     (part("text", 3), 400, TYPE, "messages[0].content[0].text", "got 3"),
-    (part("video_url", {"url": "x"}), 400, UNSUPPORTED, "messages[0].content[0].video_url", "frames"),
+    (part("video_url", {"url": "x"}), 400, "unsupported_modality", VIDEO, "takes no video"),
+    (part("video_url", {}), 400, MISSING, VIDEO, "required"),
+    (part("video_url", {"url": "x", "fps": 0}), 400, INVALID, VIDEO.replace("url.url", "url.fps"), "got 0"),
+    (part("video_url", {"url": "x", "fps": 61}), 400, INVALID, VIDEO.replace("url.url", "url.fps"), "60"),
+    (part("video_url", {"url": "x", "rate": 1}), 400, UNKNOWN, VIDEO.replace("url.url", "url.rate"), "rate"),
     (part("image_url", {"url": "x"}, size=3), 400, UNKNOWN, "messages[0].content[0].size", "size"),
     (part("image_url", {"link": "x"}), 400, UNKNOWN, "messages[0].content[0].image_url.link", "url"),
     (part("image_url", {}), 400, MISSING, URL, "required"),
     (part("image_url", 3), 400, TYPE, "messages[0].content[0].image_url", "got 3"),
-    (part("video_url", None), 400, INVALID, "messages[0].content[0]", "video_url"),
+    (part("video_url", None), 400, TYPE, "messages[0].content[0].video_url", "got None"),
     (part("file", {"file_id": "x"}), 400, UNSUPPORTED, "messages[0].content[0].file", "image_url"),
     (image("x", detail="high"), 400, INVALID, "messages[0].content[0].image_url.detail", "high"),
     (image("ftp://host/a.png"), 400, "invalid_media", URL, "ftp"),
@@ -203,6 +208,61 @@ CHAT_ROWS: list[tuple[Any, int, str, str | None, str]] = [
     ({**CHAT, "prediction": {"type": "content"}}, 400, UNSUPPORTED, "prediction", "leave"),
     ({**CHAT, "metadata": {"k": "v" * 600}}, 400, INVALID, "metadata", "512"),
     ({**CHAT, "metadata": {"k": 1}}, 400, TYPE, "metadata.k", "got 1"),
+    ({**CHAT, "mm_processor_kwargs": {"fps": 0}}, 400, INVALID, "mm_processor_kwargs.fps", "greater than 0"),
+    ({**CHAT, "mm_processor_kwargs": {"fps": "2"}}, 400, TYPE, "mm_processor_kwargs.fps", "number"),
+    (
+        {**CHAT, "mm_processor_kwargs": {"fsp": 2}},
+        400,
+        UNKNOWN,
+        "mm_processor_kwargs.fsp",
+        "did you mean 'fps'",
+    ),
+    (
+        {**CHAT, "mm_processor_kwargs": {"use_audio_in_video": 1}},
+        400,
+        TYPE,
+        "mm_processor_kwargs.use_audio_in_video",
+        "boolean",
+    ),
+    (
+        {**CHAT, "mm_processor_kwargs": {"use_audio_in_video": True}},
+        400,
+        "unsupported_modality",
+        "mm_processor_kwargs.use_audio_in_video",
+        "hears no videos; it takes text, image, audio",
+    ),
+    ({**CHAT, "stage_params": []}, 400, TYPE, "stage_params", "dictionary"),
+    ({**CHAT, "stage_params": {"thinker": 3}}, 400, TYPE, "stage_params.thinker", "got 3"),
+    ({**CHAT, "stage_params": {"Thinkr": {}}}, 400, UNKNOWN, "stage_params.Thinkr", "did you mean 'thinker'"),
+    ({**CHAT, "stage_params": {"vision": {}}}, 400, UNKNOWN, "stage_params.vision", "known: "),
+    (
+        {**CHAT, "stage_params": {"talker": {"temp": 1}}},
+        400,
+        UNKNOWN,
+        "stage_params.talker.temp",
+        "there are temperature",
+    ),
+    (
+        {**CHAT, "stage_params": {"thinker": {"top_p": "x"}}},
+        400,
+        TYPE,
+        "stage_params.thinker.top_p",
+        "must be a number",
+    ),
+    (
+        {**CHAT, "stage_params": {"talker": {"top_p": 0}}},
+        400,
+        INVALID,
+        "stage_params.talker.top_p",
+        "above 0 and at most 1",
+    ),
+    (
+        {**CHAT, "stage_params": {"thinker": {"max_tokens": 5000}}},
+        400,
+        "context_length_exceeded",
+        "max_completion_tokens",
+        "512",
+    ),
     ({**CHAT, "cache_salt": ""}, 400, INVALID, "cache_salt", "at least 1"),
 ]
 

@@ -127,6 +127,8 @@ class FakeBackend:
             max_model_len=512,
             voices=("joe", "amy"),
             sample_rate=SAMPLE_RATE,
+            entry="thinker",
+            llm_stages=("thinker", "talker"),
         )
 
     def submit(self, request: GenerateRequest) -> FakeStream:
@@ -182,6 +184,8 @@ def done(
     finish_reason: FinishReason = FinishReason.STOP,
     completion_tokens: int = 0,
     cached_tokens: int = 0,
+    audio_tokens: int = 0,
+    truncated: tuple[str, ...] = (),
 ) -> Done:
     now = time.monotonic()
     timings = (
@@ -204,4 +208,11 @@ def done(
         ),
     )
     usage = Usage(prompt_tokens=20, completion_tokens=completion_tokens, cached_tokens=cached_tokens)
-    return Done(finish_reason, usage, timings, arrived=now - 0.5)
+    return Done(
+        finish_reason,
+        usage,
+        timings,
+        arrived=now - 0.5,
+        audio_tokens=audio_tokens,
+        truncated=truncated,
+    )

@@ -17,6 +17,7 @@ from omnistage.serving.settings import MediaSettings
 from omnistage.serving.sniff import sniff
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
+MP4 = b"\0\0\0\x18ftypisom" + bytes(12)
 WAV = b"RIFF\x24\0\0\0WAVEfmt " + bytes(40)
 
 
@@ -48,6 +49,10 @@ def picture(url: str) -> MediaSource:
         (b"OggS\0", "audio/ogg"),
         (b"\0\0\0\x1cftypM4A ", "audio/mp4"),
         (b"\x1aE\xdf\xa3", "audio/webm"),
+        (MP4, "audio/mp4"),
+        (b"\0\0\0\x14ftypqt  ", "audio/mp4"),
+        (b"\0\0\0\x08wide\0\0\0\0mdat", "video/quicktime"),
+        (b"RIFF\0\0\0\0AVI LIST", "video/x-msvideo"),
         (b"hello", None),
         (b"", None),
         (b"\xff", None),
@@ -70,6 +75,30 @@ def test_sniff_knows_what_we_encode(sound_format):
         mime = sniff(data)
         assert mime is not None
         assert mime.startswith("audio/")
+
+
+@pytest.mark.parametrize(
+    ("modality", "data", "mime"),
+    [
+        ("audio", MP4, "audio/mp4"),
+        ("video", MP4, "video/mp4"),
+        ("audio", b"\x1aE\xdf\xa3", "audio/webm"),
+        ("video", b"\x1aE\xdf\xa3", "video/webm"),
+        ("video", b"RIFF\0\0\0\0AVI LIST", "video/x-msvideo"),
+        ("audio", b"RIFF\0\0\0\0AVI LIST", None),
+        ("video", WAV, None),
+        ("video", PNG, None),
+        ("image", MP4, None),
+    ],
+)
+async def test_a_container_is_what_it_is_sent_as(modality, data: bytes, mime: str | None):
+    if mime is None:
+        with pytest.raises(MediaError, match=f"the {modality} looks like .*; send a"):
+            await load(MediaSource(modality, "x", data=data))
+    else:
+        [media] = await load(MediaSource(modality, "x", data=data))
+        assert media.mime == mime
+        assert media.key == media_key(modality, data, {})
 
 
 async def test_order_and_keys():
@@ -116,10 +145,12 @@ def test_base64_is_sized_before_it_is_decoded():
 
 
 async def test_limits():
-    with pytest.raises(MediaError, match="3 pictures and clips, the limit is 2"):
+    with pytest.raises(MediaError, match="3 pictures, clips and videos together, the limit is 2"):
         await load(*[MediaSource("audio", "x", data=WAV)] * 3, max_items=2)
     with pytest.raises(MediaTooLarge, match=f"limit is {len(WAV) - 1}"):
         await load(MediaSource("audio", "x", data=WAV), max_audio_bytes=len(WAV) - 1)
+    with pytest.raises(MediaTooLarge, match="the video has 24 bytes, the limit is 23"):
+        await load(MediaSource("video", "x", data=MP4), max_video_bytes=len(MP4) - 1)
     with pytest.raises(MediaTooLarge, match="together"):
         await load(*[MediaSource("audio", "x", data=WAV)] * 2, max_total_bytes=len(WAV) + 1)
 

@@ -25,9 +25,10 @@ CHANNELS = 4
 class ToyEar:
     """Hears a clip as its number of samples."""
 
-    modality = "audio"
+    modalities = ("audio",)
     output = PortType.TEXT
     sample_rate = 16000
+    video_fps = 0.0
     weight_bytes = 0
 
     def preprocess(self, raw, options):
@@ -41,9 +42,10 @@ class ToyEar:
 class ToyEye:
     """Sees a picture as 8 rows of its mean brightness; refuses black ones."""
 
-    modality = "image"
+    modalities = ("image",)
     output = PortType.EMBEDDINGS
     sample_rate = 0
+    video_fps = 0.0
     weight_bytes = 0
 
     def __init__(self):

@@ -69,9 +69,8 @@ async def place(
     pieces = []
     for source, media in zip(sources, loaded, strict=True):
         piece = MediaPiece(source.modality, _put(by_stage, info.encoders[source.modality], media))
-        if hears_videos and source.modality == "video" and await _has_sound(source, media):
-            # A silent video stays one, as in the reference.
-            sound = Media(key=media_key("audio", media.data, {}), data=media.data, mime=media.mime)
+        sound = await _sound_of(source, media) if hears_videos and source.modality == "video" else None
+        if sound is not None:
             piece = replace(piece, sound=_put(by_stage, info.encoders["audio"], sound))
         pieces.append(piece)
     return PlacedMedia(tuple(pieces), {stage: tuple(media) for stage, media in by_stage.items()})
@@ -84,12 +83,16 @@ def _put(by_stage: dict[str, list[Media]], stage: str, media: Media) -> int:
     return len(items) - 1
 
 
-async def _has_sound(source: MediaSource, media: Media) -> bool:
+async def _sound_of(source: MediaSource, video: Media) -> Media | None:
+    """The same file as an item of the hearing stage; None for a silent one, which stays a plain video."""
     try:
-        return await asyncio.to_thread(has_sound_track, media.data)
+        if not await asyncio.to_thread(has_sound_track, video.data):
+            return None
     except MediaError as error:
         error.param = source.param
         raise
+    key = await asyncio.to_thread(media_key, "audio", video.data, {})
+    return Media(key=key, data=video.data, mime=video.mime)
 
 
 def has_sound_track(data: bytes) -> bool:

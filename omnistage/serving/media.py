@@ -100,10 +100,11 @@ class MediaLoader:
             data = await self._bytes_of(source, limit)
             if len(data) > limit:
                 raise MediaTooLarge(f"the {source.modality} has {len(data)} bytes, the limit is {limit}")
+            mime = _recognise(source, data)
             return Media(
-                key=media_key(source.modality, data, source.options),
+                key=await asyncio.to_thread(media_key, source.modality, data, source.options),
                 data=data,
-                mime=_recognise(source, data),
+                mime=mime,
                 options=dict(source.options),
             )
         except (MediaError, MediaTooLarge) as error:

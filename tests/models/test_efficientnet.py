@@ -16,6 +16,7 @@ from torch import nn
 
 from omnistage.errors import MediaError, WeightsError
 from omnistage.models.efficientnet import EfficientNetLite0, ImageProjector, SameConv2d
+from omnistage.models.protocols import VideoFrames
 from omnistage.models.registry import find_part, load_encoder
 from omnistage.models.starter_vision import build_projector, fold_weights
 from omnistage.types import PortType
@@ -187,6 +188,14 @@ def test_an_array_that_is_no_picture_is_named(tmp_path, raw):
     write_random(tmp_path)
     with pytest.raises(MediaError, match="uint8"):
         load_encoder(find_part(tmp_path, None)).preprocess(raw, {})
+
+
+def test_a_video_is_refused(tmp_path):
+    write_random(tmp_path)
+    encoder = load_encoder(find_part(tmp_path, None))
+    assert encoder.video_fps == 0.0
+    with pytest.raises(MediaError, match="send frames as pictures"):
+        encoder.preprocess(VideoFrames(pattern()[None], 2.0), {})
 
 
 def test_labels_must_fit_the_projector(tmp_path):

@@ -41,7 +41,7 @@ from tests.models.qwen_checkpoints import (
     write_json,
 )
 
-SEEDS = range(300)
+SEEDS = range(24)
 TOLERANCE = 5e-5  # a norm over few elements amplifies rounding
 NEIGHBOUR_TOLERANCE = 5e-6
 VISION_PREFIX, AUDIO_PREFIX = "thinker.visual.", "thinker.audio_tower."

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from omnistage.errors import InvalidRequest, MediaError, WeightsError
+from omnistage.models.protocols import VideoFrames
 from omnistage.models.registry import find_part, load_encoder
 from omnistage.models.whisper_features import WINDOW_SAMPLES, log_mel, mel_filters, split_windows
 
@@ -209,6 +210,12 @@ def test_digital_silence_is_empty_without_running_the_network(tiny):
 def test_sound_that_cannot_be_used_is_named(tiny, samples):
     with pytest.raises(MediaError):
         tiny[0].preprocess(samples, {})
+
+
+def test_the_frames_of_a_video_are_refused(tiny):
+    assert (tiny[0].modalities, tiny[0].video_fps) == (("audio",), 0.0)
+    with pytest.raises(MediaError, match="send the sound track"):
+        tiny[0].preprocess(VideoFrames(np.zeros((1, 4, 4, 3), np.uint8), 2.0), {})
 
 
 def test_missing_files_are_named(tmp_path):

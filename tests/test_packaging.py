@@ -20,7 +20,7 @@ LIGHT_MODULES = [
     "omnistage.graph",
     "omnistage.transport",
     "omnistage.stages.lease",
-    "omnistage.models.home",
+    "omnistage.home",
     "omnistage.serving.app",
     "omnistage.serving.cli",
 ]

@@ -23,6 +23,7 @@ from omnistage.ops.attention import (
     AttentionMetadata,
     BlockSelection,
     DecodeGroup,
+    DecodeRows,
     PagedKVCache,
     PrefillChunk,
     causal_mask,
@@ -38,6 +39,7 @@ class FlatTokenModel(Protocol):
     """What the engine asks of a model.  All tensors are rows, [num_tokens, ...].
 
     num_position_axes: 1 or 3.  With 3, `forward` takes positions [3, num_tokens] as well.
+    decodes_natively: whether a step in which every sequence adds one row comes as DecodeRows.
     num_open_layers: after which `forward` takes rows to add and gives hidden states; 0 if it is not
     an OpenModel's.
     """
@@ -50,6 +52,9 @@ class FlatTokenModel(Protocol):
 
     @property
     def num_open_layers(self) -> int: ...
+
+    @property
+    def decodes_natively(self) -> bool: ...
 
     def embed(self, token_ids: Tensor) -> Tensor: ...
 
@@ -109,8 +114,10 @@ class Runner:
         decodes.sort(key=lambda chunk: -chunk.stop)  # neighbours in length share a group
         chunks = decodes + [chunk for chunk in plan if chunk.num_tokens > 1]
         stops = np.cumsum([chunk.num_tokens for chunk in chunks])
-        metadata = self._metadata(chunks, len(decodes), stops)
         embedded, deepstack = self._embed(chunks, stops)
+        # a single row of a picture is no output: what is added to it between the layers would be lost
+        is_native = not chunks[len(decodes) :] and deepstack is None and self._model.decodes_natively
+        metadata = self._decode_rows(chunks) if is_native else self._metadata(chunks, len(decodes), stops)
         hidden = self._forward(embedded, self._positions(chunks), metadata, deepstack)
         sampled = [index for index, chunk in enumerate(chunks) if chunk.is_sampled]
         if len(sampled) < hidden.shape[0]:
@@ -199,6 +206,18 @@ class Runner:
             decode_groups=self._decode_groups(chunks[:num_decodes]),
             prefill_chunks=prefills,
         )
+
+    def _decode_rows(self, chunks: list[ScheduledChunk]) -> AttentionMetadata:
+        size = self._cache.block_size
+        used = [chunk.sequence.block_table[: -(-chunk.stop // size)] for chunk in chunks]
+        tables = np.zeros((len(chunks), max(map(len, used))), dtype=np.int64)
+        for row, table in zip(tables, used, strict=True):
+            row[: len(table)] = table
+        slots = [
+            table[-1] * size + (chunk.stop - 1) % size for table, chunk in zip(used, chunks, strict=True)
+        ]
+        rows = DecodeRows(torch.from_numpy(tables), torch.tensor([chunk.stop for chunk in chunks]))
+        return AttentionMetadata(self._cache, torch.tensor(slots), (), (), rows)
 
     def _slots(self, chunk: ScheduledChunk) -> NDArray[np.int64]:
         """[chunk.num_tokens]: where in the pages each row goes."""

@@ -86,11 +86,15 @@ def _colocation_problems(spec: PipelineSpec, name: str, stage: StageSpec) -> Ite
         yield Problem(path, "a stage always shares its own processes; leave it out")
     elif host.colocate is not None:
         yield Problem(path, f"{stage.colocate} itself shares the processes of {host.colocate}; name that")
+    elif "remote" in (stage.placement, host.placement):
+        message = f"a worker that joins serves one stage, and {stage.colocate} or this one is placed remote"
+        yield Problem(path, f"{message}; leave colocate out, or the placement of both")
     else:
-        for setting in ("replicas", "placement"):
+        for setting in ("replicas", "threads"):
             ours, theirs = getattr(stage, setting), getattr(host, setting)
             if ours != theirs:
-                message = f"{setting} {ours} here, {theirs} at {stage.colocate}; make them equal"
+                here, there = ("left out" if value is None else value for value in (ours, theirs))
+                message = f"{setting} {here} here, {there} at {stage.colocate}; make them equal"
                 yield Problem(path, message)
         if not set(stage.devices) <= set(host.devices):
             message = f"{', '.join(stage.devices)} is not among the devices of {stage.colocate}"

@@ -36,7 +36,10 @@ _EDGE_KEYS = {name: s for name, s in EDGE_SETTINGS.items() if name not in ("prod
 
 @dataclass
 class Draft:
-    """lines: path -> line in the file.  folder: where relative file paths start (None: as written)."""
+    """lines: path -> line in the file.  folder: where relative file paths start (None: as written).
+
+    origins: path -> where a value comes from that stands in neither the file nor a flag.
+    """
 
     folder: FilePath | None = None
     pipeline: Settings = field(default_factory=dict)
@@ -45,6 +48,7 @@ class Draft:
     outputs: Settings = field(default_factory=dict)
     lines: dict[Path, int] = field(default_factory=dict)
     flags: dict[Path, str] = field(default_factory=dict)
+    origins: dict[Path, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def add_problem(self, path: Path, message: str) -> None:

@@ -65,6 +65,15 @@ def format_bytes(size: int) -> int | str:
     return size
 
 
+def size_text(size: int) -> str:
+    """A size with three digits or so, for reading: "257 MiB"."""
+    for unit in ("GiB", "MiB", "KiB"):
+        scaled = size / _BYTE_UNITS[unit]
+        if scaled >= 1:
+            return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.1f} {unit}"
+    return f"{size} B"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, or None if none is close."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -7,7 +7,7 @@ once, with file and line.  The written forms are in omnistage.graph.dump.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path as FilePath
@@ -30,8 +30,9 @@ _CONFIGS = "omnistage.configs"  # by name: that package lies above this one
 class Resolved:
     """A valid pipeline and where its values come from.
 
-    sources: path -> "starter.yaml:12" or "flag thinker.max_num_seqs=8"; a path that is absent has its
-    default.  Paths are ("stages", "thinker", "max_num_seqs") or ("edges", "a->b", "chunk") or ("model",).
+    sources: path -> "starter.yaml:12", "flag thinker.max_num_seqs=8" or what an `adapt` says; a path that
+    is absent has its default.  Paths are ("stages", "thinker", "max_num_seqs"), ("edges", "a->b", "chunk")
+    or ("model",).
     """
 
     spec: PipelineSpec
@@ -56,17 +57,33 @@ def load_pipeline(source: str | os.PathLike[str], *, overrides: Sequence[str] = 
     return resolve_pipeline(source, overrides=overrides).spec
 
 
-def resolve_pipeline(source: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Resolved:
-    """As load_pipeline, with the source of each value."""
+def resolve_pipeline(
+    source: str | os.PathLike[str],
+    *,
+    overrides: Sequence[str] = (),
+    adapt: Callable[[Draft], None] | None = None,
+) -> Resolved:
+    """As load_pipeline, with the source of each value.
+
+    adapt: changes what was written before the overrides are applied; it notes what it sets in
+    Draft.origins.
+    """
     text, filename, folder = _read(source)
-    return resolve_text(text, filename=filename, folder=folder, overrides=overrides)
+    return resolve_text(text, filename=filename, folder=folder, overrides=overrides, adapt=adapt)
 
 
 def resolve_text(
-    text: str, *, filename: str = "pipeline", folder: FilePath | None = None, overrides: Sequence[str] = ()
+    text: str,
+    *,
+    filename: str = "pipeline",
+    folder: FilePath | None = None,
+    overrides: Sequence[str] = (),
+    adapt: Callable[[Draft], None] | None = None,
 ) -> Resolved:
     """As resolve_pipeline, from YAML text.  filename: for messages.  folder: where relative paths start."""
     draft = draft_from_plain(read_yaml(text, filename), folder=folder)
+    if adapt is not None:
+        adapt(draft)
     for flag in overrides:
         apply_flag(draft, flag)
     spec = build(draft)
@@ -75,6 +92,7 @@ def resolve_text(
         problems = sorted(draft.problems, key=lambda problem: draft.line(problem.path))
         raise pipeline_error(str(name), problems, lambda path: _where(draft, filename, path))
     sources = {path: f"{filename}:{line}" for path, line in draft.lines.items() if line}
+    sources |= draft.origins
     sources |= {path: f"flag {flag}" for path, flag in draft.flags.items()}
     return Resolved(spec, MappingProxyType(sources))
 

@@ -2,26 +2,24 @@
 
 Weights come from safetensors headers, the KV cache from config.json; workspace and runtime are
 estimates and say so.  Knows nothing of how a stage computes beyond the bytes it must move.
+As text: omnistage.graph.plan_table.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
 
 from omnistage.errors import PipelineError
 from omnistage.graph.budget import ranks_on
-from omnistage.graph.checkpoint import LlmShape, read_headers, read_llm_shape
-from omnistage.graph.fields import parse_bytes
+from omnistage.graph.checkpoint import LlmShape, TensorInfo, llm_shape, main_dtype, read_headers
+from omnistage.graph.fields import size_text
+from omnistage.graph.kv_sizes import BLOCK_SIZE
+from omnistage.graph.machine import machine_memory
+from omnistage.graph.parts import PartFiles, PartWeights, part_weights
 from omnistage.graph.spec import PipelineSpec, StageSpec
 from omnistage.types import StageKind
 
-BLOCK_SIZE = 16  # tokens of a KV block
 # A process of its own: 286 MiB of private memory after importing torch on a CPU (measured); a CUDA
 # context and the libraries' own buffers take about half a GiB.
 RUNTIME_BYTES = {"cpu": 300 * 1024**2, "cuda": 512 * 1024**2}
@@ -67,16 +65,22 @@ class StageBytes:
 class LlmCapacity:
     """What one replica of an llm can hold and how fast it can be at best.
 
+    bytes_per_token: of keys and values.  exported_per_token: bytes of hidden states that it sends to
+    another llm for a row of a picture or of sound, 0 without one.
     tokens, blocks: of the KV cache.  concurrency: requests of the load's mean length that fit at once.
+    read_per_step: bytes of weights that a step of one request reads; see PartWeights.read_by_step.
     Rates are upper bounds by memory bandwidth, None where that is unknown: single_rate and
     batch_rate in tokens/s (alone, and all concurrent requests together), request_rate in requests/s.
     """
 
     stage: str
     bytes_per_token: int
+    exported_per_token: int
+    max_model_len: int
     tokens: int
     blocks: int
     concurrency: int
+    read_per_step: int
     single_rate: float | None
     batch_rate: float | None
     request_rate: float | None
@@ -108,51 +112,62 @@ class Plan:
 
 def plan_pipeline(
     spec: PipelineSpec,
-    model_dir: Path,
+    parts: Mapping[str, PartFiles],
     *,
     load: Load | None = None,
     device_memory: Mapping[str, int] | None = None,
 ) -> Plan:
     """Add up what each stage needs on each device.
 
-    model_dir: a folder per part, with config.json and *.safetensors.  device_memory: bytes, over the
-    spec's own; the machine's memory stands for "cpu" if neither says.
+    parts: where each stage's part is, for all but function stages.  device_memory: bytes, over the spec's
+    own; the machine's memory stands for "cpu" if neither says.
     Raises WeightsError if a part cannot be read.  What does not fit is in Plan.problems: see check_plan.
     """
     load = load or Load()
     limits = {"cpu": machine_memory(), **spec.device_memory, **(device_memory or {})}
+    headers = {folder: read_headers(folder) for folder in {files.folder for files in parts.values()}}
     rows: list[StageBytes] = []
     llms: list[LlmCapacity] = []
     for name, stage in spec.stages.items():
-        folder = model_dir / stage.part
-        has_weights = stage.kind is not StageKind.FUNCTION
-        tensors = read_headers(folder) if has_weights else {}
-        weights = sum(tensor.loaded_bytes(stage.dtype) for tensor in tensors.values())
-        weights = -(-weights // stage.tensor_parallel)
-        cache = stage.encoder_cache if stage.kind is StageKind.ENCODER else 0
-        workspace = max(_MIN_WORKSPACE, weights // 2) if has_weights else 0
-        if stage.kind is StageKind.LLM:
-            shape = read_llm_shape(folder)
+        files = parts.get(name)
+        weights = PartWeights()
+        cache = workspace = 0
+        if files is not None:
+            is_llm = stage.kind is StageKind.LLM
+            weights = part_weights(files, headers[files.folder], stage.dtype, is_llm=is_llm)
+            workspace = max(_MIN_WORKSPACE, weights.held // 2)
+        if stage.kind is StageKind.ENCODER:
+            cache = stage.encoder_cache
+        if stage.kind is StageKind.LLM and files is not None:
+            shape = shape_of(files, headers[files.folder])
+            exported = exported_bytes(spec, name, shape)
             cache = stage.kv_cache
-            workspace = llm_workspace(stage, shape)
-            llms.append(_llm_capacity(name, stage, shape, weights=weights, load=load))
-        for device in dict.fromkeys(stage.devices):
-            ranks = ranks_on(stage, device)
-            runtime = 0 if stage.colocate else RUNTIME_BYTES[device.partition(":")[0]]
-            rows.append(
-                StageBytes(
-                    stage=name,
-                    device=device + (_REMOTE if stage.placement == "remote" else ""),
-                    ranks=ranks,
-                    weights=weights * ranks,
-                    cache=cache * ranks,
-                    workspace=workspace * ranks,
-                    runtime=runtime * ranks,
-                    limit=None if stage.memory is None else stage.memory * ranks,
-                )
-            )
+            workspace = llm_workspace(stage, shape) + stage.max_num_batched_tokens * exported
+            llms.append(_llm_capacity(stage, shape, weights, exported=exported, load=load))
+        rows += _rows(stage, -(-weights.held // stage.tensor_parallel), cache, workspace)
     problems = _budget_problems(rows, limits) + _length_problems(spec, llms)
     return Plan(spec.name, load, tuple(rows), tuple(llms), limits, spec.shared_memory, tuple(problems))
+
+
+def _rows(stage: StageSpec, weights: int, cache: int, workspace: int) -> list[StageBytes]:
+    """One stage on each of its devices.  The sizes are of one rank."""
+    rows = []
+    for device in dict.fromkeys(stage.devices):
+        ranks = ranks_on(stage, device)
+        runtime = 0 if stage.colocate else RUNTIME_BYTES[device.partition(":")[0]]
+        rows.append(
+            StageBytes(
+                stage=stage.name,
+                device=device + (_REMOTE if stage.placement == "remote" else ""),
+                ranks=ranks,
+                weights=weights * ranks,
+                cache=cache * ranks,
+                workspace=workspace * ranks,
+                runtime=runtime * ranks,
+                limit=None if stage.memory is None else stage.memory * ranks,
+            )
+        )
+    return rows
 
 
 def check_plan(plan: Plan) -> Plan:
@@ -160,6 +175,21 @@ def check_plan(plan: Plan) -> Plan:
     if plan.problems:
         raise PipelineError(f"pipeline {plan.pipeline!r} does not fit:\n  " + "\n  ".join(plan.problems))
     return plan
+
+
+def shape_of(files: PartFiles, headers: Mapping[str, TensorInfo]) -> LlmShape:
+    """The decoder's sizes.  headers: all tensors of the folder.  Raises WeightsError."""
+    own = {name: tensor for name, tensor in headers.items() if name.startswith(files.prefixes)}
+    dtype = main_dtype(own) if files.dtype == "auto" else files.dtype
+    return llm_shape(files.config, files.folder / "config.json", dtype=dtype)
+
+
+def exported_bytes(spec: PipelineSpec, name: str, shape: LlmShape) -> int:
+    """Bytes of one row's hidden state, if another llm hears this one's; otherwise 0."""
+    consumers = [spec.stages[edge.consumer].kind for edge in spec.edges_out_of(name)]
+    if StageKind.LLM not in consumers:
+        return 0
+    return shape.hidden_size * shape.value_bytes(spec.stages[name].dtype)
 
 
 def kv_bytes_per_rank(stage: StageSpec, shape: LlmShape) -> int:
@@ -170,57 +200,47 @@ def kv_bytes_per_rank(stage: StageSpec, shape: LlmShape) -> int:
 
 def llm_workspace(stage: StageSpec, shape: LlmShape) -> int:
     """An estimate in bytes: one layer's activations for a full step, and fp32 logits with their softmax."""
-    size = 4 if (shape.dtype if stage.dtype == "auto" else stage.dtype) == "float32" else 2
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    row = 4 * shape.hidden_size + 3 * shape.intermediate_size + heads
-    activations = stage.max_num_batched_tokens * row * size
+    row = 4 * shape.hidden_size + 3 * shape.mlp_size + heads
+    activations = stage.max_num_batched_tokens * row * shape.value_bytes(stage.dtype)
     logits = stage.max_num_seqs * shape.vocab_size * 4 * 2
     return activations + logits
 
 
-def machine_memory() -> int:
-    """Bytes of this machine's main memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def measure_bandwidth(size: int = 128 * 1024**2) -> float:
-    """Bytes/s that one thread reads and writes, the best of five copies of `size` bytes (about 0.1 s)."""
-    source = np.ones(size, dtype=np.uint8)
-    target = np.empty_like(source)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        best = max(best, 2 * size / (time.perf_counter() - start))
-    return best
-
-
-def _llm_capacity(name: str, stage: StageSpec, shape: LlmShape, *, weights: int, load: Load) -> LlmCapacity:
+def _llm_capacity(
+    stage: StageSpec, shape: LlmShape, weights: PartWeights, *, exported: int, load: Load
+) -> LlmCapacity:
     """Bounds for one replica.
 
-    A decode step reads all weights once and the KV rows of every running request, so it takes at
-    least (weights + requests * length * bytes_per_token) / bandwidth (the memory roofline of Williams,
-    Waterman and Patterson, 2009).  Little's law (1961), requests = rate * time in the system, then
-    turns the concurrency into a sustained rate of requests.
+    A decode step reads its weights (PartWeights.read_by_step) and the KV rows of every running request,
+    so it takes at least (weights + requests * length * bytes_per_token) / bandwidth (the memory roofline
+    of Williams, Waterman and Patterson, 2009).  Little's law (1961), requests = rate * time in the
+    system, then turns the concurrency into a sustained rate of requests.
     """
     per_token = kv_bytes_per_rank(stage, shape)
     blocks = stage.kv_cache // (BLOCK_SIZE * per_token)
     blocks_each = -(-load.mean_length // BLOCK_SIZE)
     concurrency = min(stage.max_num_seqs, blocks // blocks_each)
     bandwidth = min((load.bandwidth.get(device, 0.0) for device in stage.devices_of(0)), default=0.0)
+    alone, together = (
+        -(-weights.read_by_step(count) // stage.tensor_parallel) for count in (1, max(1, concurrency))
+    )
     single_rate = batch_rate = request_rate = None
     if bandwidth > 0:
         kv_read = (load.prompt_tokens + load.answer_tokens / 2) * per_token
-        single_rate = bandwidth / (weights + kv_read)
-        batch_rate = concurrency * bandwidth / (weights + concurrency * kv_read)
+        single_rate = bandwidth / (alone + kv_read)
+        batch_rate = concurrency * bandwidth / (together + concurrency * kv_read)
         time_in_system = load.answer_tokens * concurrency / batch_rate if concurrency else 0.0
         request_rate = concurrency / time_in_system if time_in_system else 0.0
     return LlmCapacity(
-        stage=name,
+        stage=stage.name,
         bytes_per_token=per_token,
+        exported_per_token=exported,
+        max_model_len=min(shape.max_model_len, stage.max_model_len or shape.max_model_len),
         tokens=blocks * BLOCK_SIZE,
         blocks=blocks,
         concurrency=concurrency,
+        read_per_step=alone,
         single_rate=single_rate,
         batch_rate=batch_rate,
         request_rate=request_rate,
@@ -256,70 +276,3 @@ def _length_problems(spec: PipelineSpec, llms: list[LlmCapacity]) -> list[str]:
         for llm in llms
         if (length := spec.stages[llm.stage].max_model_len) is not None and llm.tokens < length
     ]
-
-
-# --- the table ------------------------------------------------------------------------------
-
-
-def render_plan(plan: Plan) -> str:
-    """The plan as aligned text, for a terminal."""
-    head = ["device", "stage", "ranks", "weights", "cache", "workspace*", "runtime*", "total", "limit"]
-    rows = []
-    for device, total in plan.devices.items():
-        for row in (row for row in plan.stages if row.device == device):
-            sizes = [row.weights, row.cache, row.workspace, row.runtime, row.total]
-            limit = "" if row.limit is None else size_text(row.limit)
-            rows.append([device, row.stage, str(row.ranks), *map(size_text, sizes), limit])
-        limit = size_text(plan.limits[device]) if device in plan.limits else ""
-        rows.append([device, "all", "", "", "", "", "", size_text(total), limit])
-    text = _table(head, rows, num_left=2) + (
-        f"* estimated; each worker may use up to {size_text(plan.shared_memory)} of shared memory besides,"
-        " while tensors are under way\n"
-    )
-    if plan.llms:
-        load = plan.load
-        text += (
-            f"\nRequests of {load.prompt_tokens} prompt and {load.answer_tokens} answer tokens, per replica;"
-            " rates are upper bounds by memory bandwidth.\n"
-        )
-        head = [
-            "stage",
-            "KV bytes/token",
-            "blocks",
-            "tokens",
-            "concurrent",
-            "tok/s alone",
-            "tok/s all",
-            "req/s",
-        ]
-        text += _table(head, [_capacity_row(llm) for llm in plan.llms], num_left=1)
-    return text
-
-
-def size_text(size: int) -> str:
-    """A size with three digits or so, for reading: "257 MiB"."""
-    for unit in ("GiB", "MiB", "KiB"):
-        scaled = size / parse_bytes(f"1{unit}")
-        if scaled >= 1:
-            return f"{scaled:.0f} {unit}" if scaled >= 100 else f"{scaled:.1f} {unit}"
-    return f"{size} B"
-
-
-def _capacity_row(llm: LlmCapacity) -> list[str]:
-    rates = [llm.single_rate, llm.batch_rate, llm.request_rate]
-    shown = ["-" if rate is None else f"{rate:.0f}" if rate >= 10 else f"{rate:.2f}" for rate in rates]
-    counts = [llm.bytes_per_token, llm.blocks, llm.tokens, llm.concurrency]
-    return [llm.stage, *map(str, counts), *shown]
-
-
-def _table(head: list[str], rows: list[list[str]], *, num_left: int) -> str:
-    """Columns padded to their widest cell, the first num_left to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = []
-    for row in [head, ["-" * width for width in widths], *rows]:
-        cells = [
-            cell.ljust(width) if column < num_left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"

@@ -278,7 +278,11 @@ class PipelineSpec:
     name: str = field(metadata=described(_NAME, "Name of the pipeline; clients see it as the model's name."))
     model: str = field(
         default="",
-        metadata=described(Text(), "The model: a built-in name, or a directory with one folder per part."),
+        metadata=described(
+            Text(),
+            "The model: starter, a published model's directory or its name on the hub, or a directory with a"
+            " folder per part.",
+        ),
     )
     max_queue: int = field(
         default=256,

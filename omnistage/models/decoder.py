@@ -18,8 +18,9 @@ from torch import Tensor
 from omnistage.errors import WeightsError
 from omnistage.models.layers import Attention, DecoderLayer, GatedMLP
 from omnistage.models.loader import Checkpoint, read_json
+from omnistage.models.native_decoder import NativeDecoder, can_run_natively
 from omnistage.ops.attention import AttentionMetadata, PagedKVCache
-from omnistage.ops.linear import Linear
+from omnistage.ops.linear import GatedLinear, Linear
 from omnistage.ops.norm import rms_norm
 from omnistage.ops.rotary import RotaryScaling, inverse_frequencies, rotary_angles
 
@@ -141,7 +142,7 @@ class Decoder:
 
     weight_bytes: memory of the weights as held (a tied output projection is held twice: plain for
     look-up, packed for the product).
-    num_position_axes, num_open_layers: see omnistage.engine.runner.FlatTokenModel.
+    num_position_axes, num_open_layers, decodes_natively: see omnistage.engine.runner.FlatTokenModel.
     """
 
     num_position_axes = 1
@@ -163,6 +164,8 @@ class Decoder:
         )
         self._head = Linear(head)
         self._frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.decodes_natively = can_run_natively(self._layers)
+        self._native = NativeDecoder(self._layers, hidden) if self.decodes_natively else None
         self.weight_bytes = self._take.nbytes + (self._head.nbytes if config.tie_word_embeddings else 0)
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -182,13 +185,12 @@ class Decoder:
             query_norm=take(f"{name}.self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
             key_norm=take(f"{name}.self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
         )
-        gate_up = {"gate_proj": middle, "up_proj": middle}
         return DecoderLayer(
             attention_norm=take(f"{name}.input_layernorm.weight", hidden),
             attention=attention,
             mlp_norm=take(f"{name}.post_attention_layernorm.weight", hidden),
             mlp=GatedMLP(
-                gate_up=take.linear(f"{name}.mlp", gate_up, hidden, config.mlp_bias),
+                gate_up=take.gated(f"{name}.mlp", middle, hidden, config.mlp_bias),
                 down=take.linear(f"{name}.mlp", {"down_proj": hidden}, middle, config.mlp_bias),
             ),
             eps=config.rms_norm_eps,
@@ -226,6 +228,8 @@ class Decoder:
         Returns [num_tokens, hidden] before the final norm.
         """
         cosine, sine = rotary_angles(positions, self._frequencies, self.dtype)
+        if metadata.rows is not None and self._native is not None:
+            return self._native.run(hidden, (cosine, sine), metadata)[0]
         for layer in self._layers:
             hidden = layer(hidden, cosine, sine, metadata)
         return hidden
@@ -247,6 +251,17 @@ class _Taker:
         tensor = self._checkpoint.take(name, shape, self._dtype)
         self.nbytes += tensor.nbytes
         return tensor
+
+    def gated(self, module: str, size: int, in_features: int, bias: bool) -> GatedLinear:
+        """gate_proj and up_proj of a gated MLP, `size` outputs each."""
+        names = [f"{module}.{name}" for name in ("gate_proj", "up_proj")]
+        weights = self._checkpoint.take_fused(
+            [(f"{name}.weight", (size, in_features)) for name in names], self._dtype
+        )
+        biases = [(f"{name}.bias", (size,)) for name in names]
+        linear = GatedLinear(weights, self._checkpoint.take_fused(biases, self._dtype) if bias else None)
+        self.nbytes += linear.nbytes
+        return linear
 
     def linear(self, module: str, outputs: Mapping[str, int], in_features: int, bias: bool) -> Linear:
         """Projections of one module stacked into one.  outputs: name -> out_features."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omnistage.errors import FetchError, WeightsError
-from omnistage.models.home import omnistage_home
+from omnistage.home import omnistage_home
 from omnistage.models.starter_manifest import DEFAULT_HEARING, HEARING, Package, PartGroup, starter_groups
 
 FORMAT = 1  # raised when a conversion changes; parts of another format are converted again

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from omnistage.models.loader import Checkpoint
-from omnistage.ops.linear import Linear
+from omnistage.ops.linear import GatedLinear, Linear
 
 
 class FusedWeights:
@@ -44,6 +44,15 @@ class FusedWeights:
         names = {f"{module}.{name}": size for name, size in outputs.items()}
         biases = [(f"{name}.bias", (size,)) for name, size in names.items()] if bias else []
         return self._fuse([(f"{name}.weight", (size, in_features)) for name, size in names.items()], biases)
+
+    def gated(self, module: str, size: int, in_features: int) -> GatedLinear:
+        """gate_proj and up_proj of a gated MLP without biases, `size` outputs each."""
+        shape = (size, in_features)
+        linear = GatedLinear(
+            self._take([(f"{module}.gate_proj.weight", shape), (f"{module}.up_proj.weight", shape)])
+        )
+        self._count(linear.nbytes)
+        return linear
 
     def stacked(self, weights: Sequence[tuple[str, int]], in_features: int) -> Linear:
         """Weights without biases, each by its full name and out_features, stacked into one."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from omnistage.ops.activation import swiglu
 from omnistage.ops.attention import AttentionMetadata, paged_attention
-from omnistage.ops.linear import Linear
+from omnistage.ops.linear import GatedLinear, Linear
 from omnistage.ops.norm import rms_norm
 from omnistage.ops.rotary import rotate_
 
@@ -51,12 +50,12 @@ class Attention:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), gate and up fused."""
 
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
 
     def __call__(self, rows: Tensor, residual: Tensor) -> Tensor:
         """rows: normalised, residual: not, both [num_tokens, hidden].  Returns residual + mlp."""
-        return self.down(swiglu(self.gate_up(rows)), residual)
+        return self.down(self.gate_up(rows), residual)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torch import Tensor
 from omnistage.errors import WeightsError
 from omnistage.models.fused_weights import FusedWeights
 from omnistage.models.layers import GatedMLP
-from omnistage.ops.activation import swiglu
 from omnistage.ops.linear import Linear
 
 
@@ -62,8 +61,9 @@ class MixtureConfig:
 class Mixture:
     """sum over the picked experts of weight * expert(x) (+ sigmoid(gate(x)) * shared(x)).
 
-    experts: gate and up fused, as in GatedMLP.
+    experts: gate and up fused, as in GatedMLP.  shared: the expert that sees every row, or None.
     router: one output per expert, and a last one that gates the shared expert where there is one.
+    num_active: experts of each row.  normalises: whether their weights are scaled to sum to one.
     """
 
     def __init__(
@@ -75,34 +75,34 @@ class Mixture:
         normalises: bool,
         shared: GatedMLP | None = None,
     ) -> None:
-        self._router = router
-        self._experts = list(experts)
-        self._num_active = num_active
-        self._normalises = normalises
-        self._shared = shared
+        self.router = router
+        self.experts = list(experts)
+        self.num_active = num_active
+        self.normalises = normalises
+        self.shared = shared
 
     def __call__(self, rows: Tensor, residual: Tensor) -> Tensor:
         """rows: normalised, residual: not, both [num_tokens, hidden].  Returns residual + mixture."""
-        scores = self._router(rows)
-        probabilities = scores[:, : len(self._experts)].softmax(-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self._num_active, dim=-1)  # [num_tokens, num_active]
-        if self._normalises:
+        scores = self.router(rows)
+        probabilities = scores[:, : len(self.experts)].softmax(-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self.num_active, dim=-1)  # [num_tokens, num_active]
+        if self.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(rows.dtype)
-        if self._shared is not None:
-            shared = self._shared.down(swiglu(self._shared.gate_up(rows)))
+        if self.shared is not None:
+            shared = self.shared.down(self.shared.gate_up(rows))
             residual = residual.addcmul(scores[:, -1:].sigmoid(), shared)
         if rows.shape[0] == 1:
             spans = [(expert, index, index + 1) for index, expert in enumerate(chosen[0].tolist())]
-            outputs = self._run(spans, [rows] * self._num_active)
+            outputs = self._run(spans, [rows] * self.num_active)
             return torch.addmm(residual, weights, outputs)
         order = chosen.flatten().argsort(stable=True)  # sorted slot -> row * num_active + rank
         spans = self._spans(chosen)
-        sorted_rows = rows[order // self._num_active]
+        sorted_rows = rows[order // self.num_active]
         outputs = self._run(spans, [sorted_rows[start:stop] for _, start, stop in spans])
         # Summed in the order of rank, which is the row's own, and not in that of experts or of arrival.
         by_rank = torch.empty_like(outputs).index_copy_(0, order, outputs)
-        by_rank = by_rank.view(rows.shape[0], self._num_active, -1)
+        by_rank = by_rank.view(rows.shape[0], self.num_active, -1)
         return torch.baddbmm(residual.unsqueeze(1), weights.unsqueeze(1), by_rank).squeeze(1)
 
     def _spans(self, chosen: Tensor) -> list[tuple[int, int, int]]:
@@ -116,10 +116,13 @@ class Mixture:
 
     def _run(self, spans: list[tuple[int, int, int]], parts: list[Tensor]) -> Tensor:
         """parts: the rows of each span.  Returns [num_slots, hidden], unweighted."""
-        experts = self._experts
-        gate_up = [experts[span[0]].gate_up(part) for span, part in zip(spans, parts, strict=True)]
-        middle = swiglu(torch.cat(gate_up))
-        return torch.cat([experts[expert].down(middle[start:stop]) for expert, start, stop in spans])
+        experts = self.experts
+        return torch.cat(
+            [
+                experts[expert].down(experts[expert].gate_up(part))
+                for (expert, _, _), part in zip(spans, parts, strict=True)
+            ]
+        )
 
 
 def load_mixture(config: MixtureConfig, weights: FusedWeights, name: str, hidden_size: int) -> Mixture:
@@ -144,6 +147,6 @@ def load_mixture(config: MixtureConfig, weights: FusedWeights, name: str, hidden
 def load_gated_mlp(weights: FusedWeights, name: str, hidden_size: int, size: int) -> GatedMLP:
     """A gated MLP without biases."""
     return GatedMLP(
-        gate_up=weights.linear(name, {"gate_proj": size, "up_proj": size}, hidden_size),
+        gate_up=weights.gated(name, size, hidden_size),
         down=weights.linear(name, {"down_proj": hidden_size}, size),
     )

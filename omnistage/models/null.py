@@ -36,6 +36,7 @@ class NullDecoder:
     weight_bytes = 0
     num_position_axes = 1
     num_open_layers = 0
+    decodes_natively = False
 
     def __init__(self, config: NullConfig) -> None:
         self.config = config

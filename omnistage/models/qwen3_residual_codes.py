@@ -7,6 +7,7 @@ Knows rows and codes; no request, and nothing of what precedes a frame.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from omnistage.errors import WeightsError
 from omnistage.models.fused_weights import FusedWeights
 from omnistage.models.qwen3_text import TextConfig, TextLayers
 from omnistage.ops.attention import AttentionMetadata, DecodeGroup, PagedKVCache
+from omnistage.ops.native.library import DTYPES, library
+from omnistage.ops.native.structs import Predictor, Sampling, pointers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,28 @@ class CodePicker:
     """
 
     def __init__(self, samplings: Sequence[CodeSampling]) -> None:
+        self._all = samplings
         self._drawn = [index for index, item in enumerate(samplings) if item.temperature > 0]
         self._samplings = [samplings[index] for index in self._drawn]
         self._temperature = np.array([[item.temperature] for item in self._samplings], dtype=np.float32)
         self._top_k = np.array([[item.top_k] for item in self._samplings])
         self._top_p = np.array([[item.top_p] for item in self._samplings])
+
+    def arrays(self, num_codes: int) -> tuple[NDArray[Any], ...]:
+        """What the native kernels draw by: temperature, top_k, top_p of each row, and the numbers drawn.
+
+        The last is [num_rows, num_codes], -1 where the most probable code is taken.
+        """
+        uniforms = [
+            [item.uniform(index + 1) if item.temperature > 0 else -1.0 for index in range(num_codes)]
+            for item in self._all
+        ]
+        return (
+            np.array([item.temperature for item in self._all], dtype=np.float32),
+            np.array([item.top_k for item in self._all], dtype=np.int64),
+            np.array([item.top_p for item in self._all], dtype=np.float64),
+            np.array(uniforms, dtype=np.float64),
+        )
 
     def __call__(self, logits: Tensor, codebook: int) -> Tensor:
         """logits: [num_rows, codebook_size].  Returns [num_rows], int64."""
@@ -130,6 +150,7 @@ class ResidualCodePredictor:
         ]
         self._heads = [weights.stacked([(f"lm_head.{index}.weight", size)], hidden) for index in codebooks]
         self._rotation = self._layers.rotation(torch.arange(config.num_groups))
+        self._native = self._native_form(weights.dtype) if self._layers.native is not None else None
         self._cache = self._new_cache(1)
         self._steps: dict[int, list[_Step]] = {}  # by the number of requests
 
@@ -140,6 +161,8 @@ class ResidualCodePredictor:
         [num_requests, hidden].  Returns the other codes [num_requests, num_groups - 1], int64, and the
         sum of all codes' embeddings [num_requests, hidden].
         """
+        if self._native is not None:
+            return self._predict_natively(self._native, hidden, first, pick)
         num_requests = hidden.shape[0]
         rows = torch.cat((hidden, first))
         total = first
@@ -160,6 +183,50 @@ class ResidualCodePredictor:
         for index, table in enumerate(self._tables):
             total = total + F.embedding(codes[:, index], table)
         return total
+
+    def _native_form(self, dtype: torch.dtype) -> Predictor | None:
+        """What the kernels read; None if a head is not packed."""
+        assert self._layers.native is not None
+        packed = [head.packed for head in self._heads]
+        if dtype not in DTYPES or any(each is None for each in packed):
+            return None
+        return Predictor(
+            model=self._layers.native.model,
+            final_norm=self._layers.final_norm.data_ptr(),
+            heads=pointers([each.data_ptr() for each in packed if each is not None]),
+            tables=pointers([table.data_ptr() for table in self._tables]),
+            num_codes=self.config.num_groups - 1,
+            codebook_size=self.config.codebook_size,
+        )
+
+    def _predict_natively(
+        self, predictor: Predictor, hidden: Tensor, first: Tensor, pick: CodePicker
+    ) -> tuple[Tensor, Tensor]:
+        """As __call__, in one call."""
+        native = library()
+        assert native is not None
+        num_requests, num_codes = hidden.shape[0], self.config.num_groups - 1
+        if num_requests > self._cache.num_blocks:
+            self._cache = self._new_cache(max(num_requests, 2 * self._cache.num_blocks))
+        hidden, first = hidden.contiguous(), first.contiguous()
+        settings = pick.arrays(num_codes)
+        codes = torch.empty(num_requests, num_codes, dtype=torch.int64)
+        total = torch.empty_like(first)
+        native.omnistage_predict(
+            DTYPES[hidden.dtype],
+            torch.get_num_threads(),
+            ctypes.byref(predictor),
+            num_requests,
+            hidden.data_ptr(),
+            first.data_ptr(),
+            self._cache.addresses,
+            self._rotation[0].data_ptr(),
+            self._rotation[1].data_ptr(),
+            ctypes.byref(Sampling(*(array.ctypes.data for array in settings))),
+            codes.data_ptr(),
+            total.data_ptr(),
+        )
+        return codes, total
 
     def _new_cache(self, num_requests: int) -> PagedKVCache:
         """One block per request, as long as a frame."""

@@ -19,6 +19,7 @@ from omnistage.errors import WeightsError
 from omnistage.models.fused_weights import FusedWeights
 from omnistage.models.layers import Attention, GatedMLP
 from omnistage.models.mixture import Mixture, MixtureConfig, count_experts, load_gated_mlp, load_mixture
+from omnistage.models.native_decoder import NativeDecoder, can_run_natively
 from omnistage.ops.attention import AttentionMetadata, PagedKVCache
 from omnistage.ops.linear import Linear
 from omnistage.ops.norm import rms_norm
@@ -169,14 +170,19 @@ class TextLayer:
 
 
 class TextLayers:
-    """All blocks and the final norm."""
+    """All blocks and the final norm.
+
+    native: runs the blocks where all rows decode, None without kernels.  final_norm: [hidden].
+    """
 
     def __init__(self, config: TextConfig, weights: FusedWeights) -> None:
         """weights: names from "layers" and "norm" on.  Raises WeightsError."""
         self.config = config
         self.dtype = weights.dtype
         self._layers = [_load_layer(config, weights, index) for index in range(config.num_layers)]
-        self._final_norm = weights.tensor("norm.weight", config.hidden_size)
+        runs_natively = can_run_natively(self._layers)
+        self.native = NativeDecoder(self._layers, config.hidden_size) if runs_natively else None
+        self.final_norm = weights.tensor("norm.weight", config.hidden_size)
         self._frequencies = inverse_frequencies(config.head_dim, config.rope_theta, RotaryScaling())
         self._axes = (
             None if config.rope_sections is None else axes_of_pairs(config.head_dim, config.rope_sections)
@@ -213,6 +219,10 @@ class TextLayers:
 
         capture_layer: see TextModel.forward.
         """
+        if metadata.rows is not None and self.native is not None:
+            hidden, captured = self.native.run(hidden, rotation, metadata, capture_layer=capture_layer)
+            is_last = captured is not None and capture_layer == len(self._layers)
+            return hidden, self.normalise(captured) if is_last and captured is not None else captured
         captured = hidden if capture_layer == 0 else None
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, *rotation, metadata)
@@ -227,7 +237,7 @@ class TextLayers:
 
     def normalise(self, hidden: Tensor) -> Tensor:
         """The final norm.  hidden: [num_rows, hidden]."""
-        return rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
+        return rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
 
 def _load_layer(config: TextConfig, weights: FusedWeights, index: int) -> TextLayer:
@@ -267,6 +277,7 @@ class TextModel:
     embedding: [vocab, hidden].  weight_bytes: of the weights as held.
     num_position_axes: NUM_AXES, or 1.
     num_open_layers: after which `forward` takes rows to add, and gives hidden states; all.
+    decodes_natively: whether steps in which all rows decode come as DecodeRows.
     """
 
     def __init__(
@@ -277,6 +288,7 @@ class TextModel:
         self.weight_bytes = weight_bytes
         self.num_position_axes = 1 if config.rope_sections is None else NUM_AXES
         self.num_open_layers = config.num_layers
+        self.decodes_natively = layers.native is not None
         self._embedding = embedding
         self._layers = layers
         self._head = head

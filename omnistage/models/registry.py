@@ -8,15 +8,29 @@ the model's architecture, or a `<part>_config` entry in the model's config.json,
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omnistage.errors import WeightsError
-from omnistage.graph.checkpoint import read_headers
-from omnistage.models.home import omnistage_home
+from omnistage.graph import PipelineSpec
+from omnistage.graph.checkpoint import (
+    INDEX_FILE,
+    TensorInfo,
+    check_shards,
+    main_dtype,
+    read_config,
+    read_headers,
+    shard_names,
+)
+from omnistage.graph.fields import size_text
+from omnistage.graph.parts import PartFiles
+from omnistage.home import omnistage_home
+from omnistage.models.hub import cached_model, is_hub_name
+from omnistage.models.layouts import LAYOUTS, PartLayout
+from omnistage.types import StageKind
 
 if TYPE_CHECKING:
     from omnistage.models.decoder import Decoder
@@ -25,6 +39,7 @@ if TYPE_CHECKING:
 Progress = Callable[[float, str], None]  # fraction done in [0, 1], what is being done
 
 STARTER = "starter"
+_IMPORTED, _ALMOST = 0.05, 0.99  # fractions done once a part's code is there, and before it is ready
 
 # role -> model_type of config.json -> "module:factory".  A factory is called as
 # factory(source, device=str, dtype=str), a decoder's as factory(directory, dtype=torch.dtype, prefix=str).
@@ -55,58 +70,19 @@ FACTORIES: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
-class PartLayout:
-    """Where a published checkpoint of one directory keeps a part.
-
-    config: keys that lead to the part's configuration in config.json.  prefix: of its tensors.
-    model_type: what FACTORIES calls it; the checkpoint's own word for a part is often empty.
-    own: a longer prefix that no other part's tensors have, if other parts lie inside `prefix`.
-    """
-
-    config: tuple[str, ...]
-    prefix: str
-    model_type: str
-    own: str = ""
-
-    def is_in(self, names: Iterable[str]) -> bool:
-        """Whether a checkpoint with tensors of these names holds the part."""
-        return any(name.startswith(self.own or self.prefix) for name in names)
-
-
-_QWEN3_VL = {
-    "thinker": PartLayout(("text_config",), "model.language_model.", "qwen3_vl_text"),
-    "visual": PartLayout(("vision_config",), "model.visual.", "qwen3_vl_vision"),
-}
-# model_type of the model's config.json -> part -> where it is.
-LAYOUTS: dict[str, dict[str, PartLayout]] = {
-    "qwen3_omni_moe": {
-        "thinker": PartLayout(("thinker_config",), "thinker.", "qwen3_omni_moe_thinker", "thinker.model."),
-        "visual": PartLayout(
-            ("thinker_config", "vision_config"), "thinker.visual.", "qwen3_omni_moe_vision_encoder"
-        ),
-        "audio_tower": PartLayout(
-            ("thinker_config", "audio_config"), "thinker.audio_tower.", "qwen3_omni_moe_audio_encoder"
-        ),
-        "talker": PartLayout(("talker_config",), "talker.", "qwen3_omni_moe_talker"),
-        "code2wav": PartLayout(("code2wav_config",), "code2wav.", "qwen3_omni_moe_code2wav"),
-    },
-    "qwen3_vl": _QWEN3_VL,
-    "qwen3_vl_moe": _QWEN3_VL,
-}
-
-
-@dataclass(frozen=True)
 class PartSource:
     """Where one part's weights are and what its configuration says.
 
     directory: holds the *.safetensors files and, where the part has one, tokenizer.json.
     config: the part's own configuration, its model_type the one that FACTORIES knows.
     prefix: how its tensors' names begin in the files, "" or ending in a dot.
+    layout: what LAYOUTS says of it, None for a part that is not laid out there.
     """
 
     directory: Path
     config: dict[str, Any]
     prefix: str = ""
+    layout: PartLayout | None = None
 
     @property
     def model_type(self) -> str:
@@ -116,11 +92,16 @@ class PartSource:
             raise WeightsError(f"the configuration in {self.directory} has no model_type")
         return kind
 
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What the names of all tensors that the part loads begin with."""
+        return (self.prefix,) if self.layout is None else self.layout.prefixes
+
 
 def resolve_model(name: str) -> Path:
-    """The directory of a model given as "starter" or as a path.
+    """The directory of a model given as "starter", as a path or as a name in the hub's local cache.
 
-    Raises WeightsError, with the remedy, if there is none.
+    Downloads nothing.  Raises WeightsError, with the remedy, if there is none.
     """
     if name == STARTER:
         directory = omnistage_home() / "models" / STARTER
@@ -128,9 +109,68 @@ def resolve_model(name: str) -> Path:
             raise WeightsError(f"the starter is not in {directory}; run `omnistage fetch starter`")
         return directory
     directory = Path(name).expanduser()
-    if not directory.is_dir():
-        raise WeightsError(f"model {name!r} is neither 'starter' nor a directory; give a model's directory")
-    return directory
+    if directory.is_dir():
+        return directory
+    if is_hub_name(name):
+        cached = cached_model(name)
+        if cached is None:
+            raise WeightsError(
+                f"model {name!r} is neither a directory nor whole in the hub's cache; run `omnistage fetch "
+                f"{name}`"
+            )
+        return cached
+    raise WeightsError(
+        f"model {name!r} is neither 'starter' nor a directory; give a model's directory or its hub name"
+    )
+
+
+def check_files(model: Path, spec: PipelineSpec) -> None:
+    """See that every file is there which an index of the model, or of a part's folder, lists.
+
+    Raises WeightsError naming the files that are missing.
+    """
+    for folder in dict.fromkeys(
+        [model, *(model / stage.part for stage in spec.stages.values() if stage.part)]
+    ):
+        check_shards(folder)
+
+
+def part_files(model: Path, spec: PipelineSpec) -> dict[str, PartFiles]:
+    """Where each stage's part is, for omnistage.graph.plan.  Raises WeightsError for one that is missing."""
+    found = {}
+    for name, stage in spec.stages.items():
+        if stage.kind is StageKind.FUNCTION:
+            continue
+        source = find_part(model, stage.part)
+        layout = source.layout
+        num_codes = source.config.get("num_code_groups")
+        found[name] = PartFiles(
+            folder=source.directory,
+            config=source.config,
+            prefixes=source.prefixes,
+            dtype=stored_dtype(source),
+            looped=layout.looped if layout else "",
+            num_loops=num_codes - 1 if isinstance(num_codes, int) else 1,
+        )
+    return found
+
+
+def stored_dtype(source: PartSource) -> str:
+    """What "auto" loads a part as: its configuration's word, the checkpoint's, or else how it is stored."""
+    whole = source.directory / "config.json"
+    for values in (source.config, source.config.get("text_config"), read_config(whole)):
+        stored = (values or {}).get("dtype") or (values or {}).get("torch_dtype")
+        if stored:
+            return str(stored)
+    return main_dtype(_headers_of(source))
+
+
+def _headers_of(source: PartSource) -> dict[str, TensorInfo]:
+    """The part's own tensors; none for a model that needs no weights."""
+    if not any(source.directory.glob("*.safetensors")):
+        return {}
+    headers = read_headers(source.directory)
+    return {name: tensor for name, tensor in headers.items() if name.startswith(source.prefixes)}
 
 
 def find_part(model: Path, part: str | None) -> PartSource:
@@ -197,7 +237,7 @@ def _find_laid_out(
                 f"{model / 'config.json'} lacks {'.'.join(layout.config)}, which {part!r} needs; fetch the "
                 "model again"
             )
-    return PartSource(model, {**values, "model_type": layout.model_type}, layout.prefix)
+    return PartSource(model, {**values, "model_type": layout.model_type}, layout.prefix, layout)
 
 
 def load_encoder(
@@ -233,17 +273,43 @@ def load_decoder(
     from omnistage.models.weights import dtype_of
 
     factory = _factory("decoder", source, progress)
-    decoder: Decoder = factory(source.directory, dtype=dtype_of(dtype), prefix=source.prefix)
-    if progress is not None:
-        progress(1.0, f"loaded {source.model_type}")
+    with _reporting(source, progress):
+        decoder: Decoder = factory(source.directory, dtype=dtype_of(dtype), prefix=source.prefix)
     return decoder
 
 
 def _load(role: str, source: PartSource, device: str, dtype: str, progress: Progress | None) -> object:
-    model: object = _factory(role, source, progress)(source, device=device, dtype=dtype)
-    if progress is not None:
-        progress(1.0, f"loaded {source.model_type}")
+    factory = _factory(role, source, progress)
+    with _reporting(source, progress):
+        model: object = factory(source, device=device, dtype=dtype)
     return model
+
+
+@contextmanager
+def _reporting(source: PartSource, progress: Progress | None) -> Iterator[None]:
+    """Tell `progress` of the bytes that a Checkpoint takes in this block, at every percent or so."""
+    if progress is None:
+        yield
+        return
+    from omnistage.models.loader import watching
+
+    total = max(1, sum(tensor.num_bytes for tensor in _headers_of(source).values()))
+    done = reported = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal done, reported
+        done += count
+        if done - reported >= total // 100:
+            reported = done
+            fraction = _IMPORTED + (1 - _IMPORTED) * min(1.0, done / total)
+            progress(
+                min(fraction, _ALMOST),
+                f"loading {source.model_type}: {size_text(done)} of {size_text(total)}",
+            )
+
+    with watching(on_bytes):
+        yield
+    progress(1.0, f"loaded {source.model_type}")
 
 
 def _factory(role: str, source: PartSource, progress: Progress | None) -> Callable[..., Any]:
@@ -257,35 +323,18 @@ def _factory(role: str, source: PartSource, progress: Progress | None) -> Callab
     report = progress or (lambda fraction, what: None)
     report(0.0, f"importing {kind}")
     factory: Callable[..., Any] = getattr(importlib.import_module(module_name), factory_name)
-    report(0.5, f"loading {kind}")
+    report(_IMPORTED, f"loading {kind}")
     return factory
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    return _read_json(directory / "config.json")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise WeightsError(f"{path} does not exist; give a directory in the hub's layout") from error
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} cannot be read ({error})") from error
-    if not isinstance(config, dict):
-        raise WeightsError(f"{path} holds a {type(config).__name__}, not an object")
-    return config
+    return read_config(directory / "config.json")
 
 
 def _tensor_names(model: Path) -> set[str]:
     """Of all tensors, from the shards' index or else the files' headers.  Raises WeightsError."""
-    index = model / "model.safetensors.index.json"
-    if not index.is_file():
-        return set(read_headers(model))
-    names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict):
-        raise WeightsError(f"{index} has no weight_map; fetch the model again")
-    return set(names)
+    index = model / INDEX_FILE
+    return set(shard_names(index) if index.is_file() else read_headers(model))
 
 
 def _part_folders(model: Path) -> list[str]:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from omnistage.errors import WeightsError
-from omnistage.models.home import omnistage_home
+from omnistage.home import omnistage_home
 
 TOKENIZER_FILE = "tokenizer.json"
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from omnistage.errors import WeightsError
+from omnistage.models.loader import is_finite
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -62,7 +63,7 @@ def build_module(
     """`create()` with `tensors` as its weights, in inference mode, on `device` in `dtype`.
 
     On the CPU and in the file's dtype the weights stay memory-mapped.  Raises WeightsError, naming
-    the tensors, if names or shapes do not fit the module.
+    the tensors, if names or shapes do not fit the module or a value is not finite.
     """
     with torch.device("meta"), _WithoutInit():
         module = create()
@@ -74,11 +75,16 @@ def build_module(
         for name in expected.keys() & tensors.keys()
         if tensors[name].shape != expected[name].shape
     ]
+    faults += [
+        f"{name} holds NaN or infinite values"
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not is_finite(tensor)
+    ]
     if faults:
         shown = "; ".join(sorted(faults)[:5])
         raise WeightsError(
             f"{len(faults)} tensors do not fit {type(module).__name__}: {shown}; check that config.json "
-            f"and the weights belong together"
+            "and the weights belong together, or fetch the model again"
         )
     converted = {
         name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)

@@ -7,11 +7,15 @@ step and shared by all layers.
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from omnistage.ops.native.structs import pointers
 
 BlockSelection = Tensor | slice  # block ids [num_blocks] int64, or a run of consecutive blocks
 
@@ -21,6 +25,7 @@ class PagedKVCache:
 
     layers: per layer [num_blocks, block_size, 2, num_kv_heads, head_dim]; index 0 of the third axis is
     the key.  Key and value lie side by side so that one operation writes or gathers both.
+    addresses: of the layers, for native kernels.
     """
 
     def __init__(
@@ -37,7 +42,8 @@ class PagedKVCache:
         self.block_size = block_size
         shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
         # Zeroed, not empty: masked rows still meet the values in a product, and 0 * NaN is NaN.
-        self.layers = [torch.zeros(shape, dtype=dtype) for _ in range(num_layers)]
+        self.layers = [_zero_pages(shape, dtype) for _ in range(num_layers)]
+        self.addresses = pointers([pages.data_ptr() for pages in self.layers])
         self._row_size = 2 * num_kv_heads * head_dim
         self._gathered = torch.empty(0, dtype=dtype)
 
@@ -76,6 +82,16 @@ class PagedKVCache:
         return gathered.view(-1, *pages.shape[2:])
 
 
+def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose memory the system provides as they are first written, so that a large cache costs what
+    it is used for."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # freed with the tensor
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 @dataclass(frozen=True)
 class DecodeGroup:
     """Rows [start, start + count) of the step, one per sequence.
@@ -108,13 +124,29 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
+class DecodeRows:
+    """A step in which every sequence adds one row, for models that run it natively.
+
+    tables: [num_rows, width], block ids in order, padded.  lengths: [num_rows], rows of each context with
+    the new one.  Both int64 and contiguous.
+    """
+
+    tables: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the rows of a step belong.  slot_mapping: [num_tokens], int64."""
+    """Where the rows of a step belong.  slot_mapping: [num_tokens], int64.
+
+    rows: instead of groups and chunks, where all rows decode and the model runs that natively.
+    """
 
     cache: PagedKVCache
     slot_mapping: Tensor
     decode_groups: tuple[DecodeGroup, ...]
     prefill_chunks: tuple[PrefillChunk, ...]
+    rows: DecodeRows | None = None
 
 
 def causal_mask(num_rows: int, context: int, dtype: torch.dtype) -> Tensor:

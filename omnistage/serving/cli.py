@@ -83,9 +83,23 @@ def _command(
     return parser
 
 
+def byte_size(text: str) -> int:
+    """A size on the command line.  Raises argparse.ArgumentTypeError."""
+    from omnistage.graph.fields import parse_bytes
+
+    try:
+        return parse_bytes(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "pipeline", nargs="?", default="starter", help="a built-in name or a YAML file (default: starter)"
+        "pipeline",
+        nargs="?",
+        default="starter",
+        help="a YAML file, a built-in name, or a model: its directory or its name on the hub"
+        " (default: starter)",
     )
     parser.add_argument(
         "--set",
@@ -95,7 +109,19 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change one setting, for instance thinker.max_num_seqs=8; may be repeated",
     )
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], help="of every llm stage")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        help="of a model's weights; of a pipeline's llm stages",
+    )
+    parser.add_argument("--name", help="what clients call the model (default: the model's or pipeline's own)")
+    parser.add_argument(
+        "--memory",
+        type=byte_size,
+        metavar="SIZE",
+        help="how much the stages may use, for instance 8GiB; a model's KV caches get what its weights leave"
+        " (default: four fifths of what is available)",
+    )
 
 
 def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -112,6 +138,7 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--listen", default="", metavar="tcp://HOST:PORT", help="where remote workers join")
     parser.add_argument("--advertise", default="", metavar="HOST", help="the host name they use")
     parser.add_argument("--key", default="", metavar="FILE", help="the cluster's keys; made if missing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     parser.set_defaults(log_level="info")
 
 
@@ -150,10 +177,16 @@ def _add_chat(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_fetch(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = _command(commands, "fetch", "cli_tools", "download and convert a pipeline's weights, once")
-    parser.add_argument("pipeline", nargs="?", default="starter", choices=["starter"])
-    parser.add_argument("--hearing", choices=["tiny.en", "base"], help="the size of the hearing stage")
-    parser.add_argument("--verify", action="store_true", help="check every file's hash again")
+    parser = _command(
+        commands, "fetch", "cli_tools", "download weights, once; the starter's are converted too"
+    )
+    parser.add_argument(
+        "pipeline", nargs="?", default="starter", help="starter, or a model's name on the hub: ORG/NAME"
+    )
+    parser.add_argument(
+        "--hearing", choices=["tiny.en", "base"], help="the size of the starter's hearing stage"
+    )
+    parser.add_argument("--verify", action="store_true", help="check every hash of the starter's files again")
 
 
 def _add_graph_commands(commands: Commands[argparse.ArgumentParser]) -> None:

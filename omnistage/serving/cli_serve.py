@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Generator
 
@@ -18,9 +19,18 @@ import uvicorn
 
 from omnistage.errors import TransportError
 from omnistage.graph import PipelineSpec
+from omnistage.graph.machine import measure_bandwidth
+from omnistage.graph.plan import Load, check_plan
+from omnistage.graph.plan_table import render_plan
 from omnistage.serving.app import create_app
-from omnistage.serving.cli_pipeline import LoadProgress, load_spec
-from omnistage.serving.launch import LaunchOptions, Pipeline, ensure_weights, start_pipeline
+from omnistage.serving.cli_pipeline import LoadProgress, choose, plan_of
+from omnistage.serving.launch import (
+    LaunchOptions,
+    Pipeline,
+    ensure_weights,
+    refuse_unsupported,
+    start_pipeline,
+)
 from omnistage.serving.settings import MediaSettings, ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -38,7 +48,16 @@ class _Server(uvicorn.Server):
 
 
 def serve(options: Namespace) -> int:
-    spec = load_spec(options)
+    choice = choose(options, downloads=not options.dry_run)
+    spec = choice.spec
+    if options.dry_run:
+        plan = plan_of(spec, Load(bandwidth={"cpu": measure_bandwidth()}))
+        print(render_plan(plan), end="")
+        refuse_unsupported(spec)
+        check_plan(plan)
+        return 0
+    if choice.plan is not None:
+        print(render_plan(choice.plan), file=sys.stderr)
     ensure_weights(spec)
     with listen(options.host, options.port) as listener:
         return asyncio.run(_serve(options, spec, listener))

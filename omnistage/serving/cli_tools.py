@@ -10,8 +10,8 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from omnistage.errors import OmnistageError
-from omnistage.serving.cli_pipeline import load_spec, overrides_of
+from omnistage.errors import FetchError, OmnistageError
+from omnistage.serving.cli_pipeline import choose, plan_of
 
 if TYPE_CHECKING:
     from omnistage.models.fetch import FetchProgress
@@ -56,7 +56,17 @@ class FetchBar:
 
 def fetch(options: Namespace) -> int:
     from omnistage.models.fetch import fetch_starter
+    from omnistage.models.hub import download_model, is_hub_name
+    from omnistage.models.registry import STARTER
 
+    if options.pipeline != STARTER:
+        if not is_hub_name(options.pipeline):
+            raise FetchError(
+                f"{options.pipeline!r} is neither {STARTER!r} nor ORG/NAME of a model on the hub"
+            )
+        print(f"downloading {options.pipeline}", file=sys.stderr, flush=True)
+        print(download_model(options.pipeline))
+        return 0
     bar = FetchBar()
     try:
         directory = fetch_starter(hearing=options.hearing, verify=options.verify, progress=bar)
@@ -68,9 +78,8 @@ def fetch(options: Namespace) -> int:
 
 def config(options: Namespace) -> int:
     from omnistage.graph.dump import render_config
-    from omnistage.graph.loader import resolve_pipeline
 
-    print(render_config(resolve_pipeline(options.pipeline, overrides=overrides_of(options))), end="")
+    print(render_config(choose(options, downloads=False).resolved), end="")
     return 0
 
 
@@ -84,7 +93,7 @@ def schema(options: Namespace) -> int:
 def graph(options: Namespace) -> int:
     from omnistage.graph.draw import to_mermaid, to_svg
 
-    spec = load_spec(options)
+    spec = choose(options, downloads=False).spec
     is_svg_name = options.output is not None and options.output.suffix.lower() == ".svg"
     kind = options.format or ("svg" if is_svg_name else "mermaid")
     drawing = to_svg(spec) if kind == "svg" else to_mermaid(spec)
@@ -99,8 +108,9 @@ def graph(options: Namespace) -> int:
 
 
 def plan(options: Namespace) -> int:
-    from omnistage.graph.plan import Load, check_plan, measure_bandwidth, plan_pipeline, render_plan
-    from omnistage.models.registry import resolve_model
+    from omnistage.graph.machine import measure_bandwidth
+    from omnistage.graph.plan import Load, check_plan
+    from omnistage.graph.plan_table import render_plan
 
     defaults = Load()
     load = Load(
@@ -108,8 +118,7 @@ def plan(options: Namespace) -> int:
         answer_tokens=options.answer_tokens or defaults.answer_tokens,
         bandwidth={"cpu": measure_bandwidth()} if options.measure else {},
     )
-    spec = load_spec(options)
-    planned = plan_pipeline(spec, resolve_model(spec.model), load=load)
+    planned = plan_of(choose(options, downloads=False).spec, load)
     print(render_plan(planned))
     check_plan(planned)
     return 0

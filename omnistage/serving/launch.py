@@ -21,7 +21,8 @@ from typing import Literal
 
 from omnistage.errors import FetchError, PipelineError, TransportError
 from omnistage.graph import PipelineSpec
-from omnistage.models.registry import STARTER, resolve_model
+from omnistage.models.hub import cached_model, is_hub_name
+from omnistage.models.registry import STARTER, check_files, resolve_model
 from omnistage.serving.orchestrator import Orchestrator
 from omnistage.serving.supervisor import HEARTBEAT_SECONDS, SILENCE_SECONDS, Progress, Supervisor
 from omnistage.serving.worker_hosts import BuildStage, NurseryHost, ThreadHost, WorkerHost, exited
@@ -93,7 +94,7 @@ async def start_pipeline(spec: PipelineSpec, options: LaunchOptions | None = Non
     chosen = options or LaunchOptions()
     refuse_unsupported(spec)
     _check_remote(spec, chosen)
-    model_dir = str(resolve_model(spec.model)) if spec.model else ""
+    model_dir = _model_directory(spec)
     _make_keys(chosen)
     run_id = secrets.token_hex(4)
     async with contextlib.AsyncExitStack() as stack:
@@ -173,10 +174,17 @@ def refuse_unsupported(spec: PipelineSpec) -> None:
             problems.append(f"{name}.devices names {', '.join(gpus)}, but only cpu runs yet")
         if stage.tensor_parallel > 1:
             problems.append(f"{name}.tensor_parallel is {stage.tensor_parallel}, but only 1 runs yet")
-        if stage.colocate is not None:
-            problems.append(f"{name}.colocate is {stage.colocate!r}, but every stage has its own process yet")
     if problems:
         raise PipelineError(f"pipeline {spec.name!r} cannot run: {'; '.join(problems)}")
+
+
+def _model_directory(spec: PipelineSpec) -> str:
+    """Empty for a pipeline without a model.  Raises WeightsError, before anything is loaded."""
+    if not spec.model:
+        return ""
+    directory = resolve_model(spec.model)
+    check_files(directory, spec)
+    return str(directory)
 
 
 def _check_remote(spec: PipelineSpec, options: LaunchOptions) -> None:
@@ -221,21 +229,44 @@ def _make_keys(options: LaunchOptions) -> None:
 
 
 def ensure_weights(spec: PipelineSpec) -> None:
-    """Fetch the starter's weights if they are missing, in a process of its own (it imports torch).
+    """Fetch the starter's weights, or a model of the hub, if they are missing.
 
     Raises FetchError if that fails, WeightsError for another model that is not there.
     """
     if spec.model != STARTER:
-        if spec.model:
+        if is_hub_name(spec.model) and not Path(spec.model).is_dir():
+            fetch_model(spec.model)
+        elif spec.model:
             resolve_model(spec.model)
         return
     from omnistage.models.fetch import is_complete
 
     if is_complete():
         return
-    command = [sys.executable, "-m", "omnistage.serving.cli", "fetch", STARTER]
-    if subprocess.run(command, check=False).returncode != 0:
-        raise FetchError("the starter's weights could not be fetched; the reason stands above")
+    _fetch(STARTER)
+
+
+def fetch_model(name: str) -> Path:
+    """The directory of a model of the hub, fetched if it is not whole in the cache.  Raises FetchError."""
+    cached = cached_model(name)
+    if cached is None:
+        _fetch(name)
+        cached = cached_model(name)
+    if cached is None:
+        raise FetchError(
+            f"{name} was fetched, but is no model of config.json and *.safetensors; choose another"
+        )
+    return cached
+
+
+def _fetch(what: str) -> None:
+    """In a process of its own, which shows its progress and may import what this one must not.
+
+    Raises FetchError.
+    """
+    command = [sys.executable, "-m", "omnistage.serving.cli", "fetch", what]
+    if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode != 0:
+        raise FetchError(f"the weights of {what} could not be fetched; the reason stands above")
 
 
 def join_address(url: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -28,15 +29,18 @@ from numpy.typing import NDArray
 from omnistage.audio.containers import encode
 from omnistage.audio.pcm import Pcm
 from omnistage.errors import Draining, InvalidRequest, RequestFailed
-from omnistage.graph import Graph, PipelineSpec, load_pipeline
+from omnistage.graph import Graph, PipelineSpec
 from omnistage.serving.chat_protocol import ChatCompletionRequest
 from omnistage.serving.chat_request import prepare_chat
-from omnistage.serving.launch import LaunchOptions, Pipeline, ensure_weights, start_pipeline
+from omnistage.serving.choose import choose_pipeline
+from omnistage.serving.launch import LaunchOptions, Pipeline, ensure_weights, fetch_model, start_pipeline
 from omnistage.serving.protocol import parse_body
 from omnistage.serving.requests import AudioDelta, Done, Event, GenerateRequest, RequestStream, TextDelta
 from omnistage.serving.service import Service
 from omnistage.serving.settings import MediaSettings, ServerSettings
 from omnistage.types import FinishReason, StageTiming, Usage
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Request = Mapping[str, Any]
@@ -70,7 +74,8 @@ class Answer:
 class Omni:
     """A running pipeline.  Close it, or use it as a context manager.
 
-    pipeline: a built-in name, a YAML file's path, a Graph or a PipelineSpec.
+    pipeline: a built-in name, a YAML file's path, a model's directory or its name on the hub, a Graph or a
+    PipelineSpec.
     Raises PipelineError, FetchError or WeightsError, with the remedy, if it cannot start.
     """
 
@@ -230,4 +235,7 @@ def _spec(pipeline: str | Path | Graph | PipelineSpec) -> PipelineSpec:
         return pipeline
     if isinstance(pipeline, Graph):
         return pipeline.build()
-    return load_pipeline(pipeline)
+    choice = choose_pipeline(pipeline, obtain=fetch_model)
+    for note in choice.notes:
+        logger.warning("%s", note)
+    return choice.spec

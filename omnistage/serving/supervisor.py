@@ -1,7 +1,8 @@
 """The supervisor: starts workers, hands them their configuration, restarts the one that dies.
 
 Owns the hub's receive loop; what concerns requests goes to the orchestrator.  A worker's death never
-reaches the API process: that replica alone is restarted, with a bounded number of quick deaths.
+reaches the API process: its process alone is restarted, with all stages it served (`colocate`), and with
+a bounded number of quick deaths.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from omnistage.graph import PipelineSpec
 from omnistage.graph.dump import to_json
 from omnistage.serving.backend_info import Facts
 from omnistage.serving.orchestrator import Orchestrator
+from omnistage.serving.processes import WorkerProcess, share_processes
 from omnistage.serving.replicas import Replica, ReplicaState
 from omnistage.serving.worker_hosts import WorkerHost
 from omnistage.stages.config import WorkerConfig
@@ -39,7 +40,6 @@ from omnistage.transport.messages import (
 
 logger = logging.getLogger(__name__)
 
-QUICK_DEATH_SECONDS = 10.0  # after its start, and without a request to blame
 MAX_QUICK_DEATHS = 5
 BACKOFF_SECONDS = 0.1  # before the restart that follows the second quick death, doubled for each one more
 SHUTDOWN_SECONDS = 5.0
@@ -48,15 +48,6 @@ SILENCE_SECONDS = 20.0
 LOADING_FACTOR = 30  # a loading worker says little; that its connection breaks is noticed all the same
 
 Progress = Callable[[str, float, str], None]  # replica, fraction, what
-
-
-@dataclass
-class _Starts:
-    """When a replica's processes were started, to bound quick deaths."""
-
-    count: int = 0
-    quick_deaths: int = 0
-    at: float = field(default_factory=time.monotonic)
 
 
 class Supervisor:
@@ -82,7 +73,7 @@ class Supervisor:
         self._heartbeat_seconds = heartbeat_seconds
         self._silence_seconds = silence_seconds
         self._by_worker: dict[str, Replica] = {}
-        self._starts: dict[str, _Starts] = {}
+        self._processes: dict[str, WorkerProcess] = {}  # replica's name -> what serves it
         self._restarts: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -93,11 +84,12 @@ class Supervisor:
         """Start every local worker; returns once they are asked for, not once they are ready."""
         await self._host.start(self._on_exit)
         self._run(self._receive())
-        replicas = self._orchestrator.replicas.all()
-        for replica in replicas:
-            if replica.stage.placement == "local":
-                self._spawn(replica)
-        if any(replica.stage.placement == "remote" for replica in replicas):
+        table = self._orchestrator.replicas
+        for process in share_processes(table, with_guests=self._host.shares_processes):
+            self._processes.update((replica.name, process) for replica in process.replicas)
+            if process.replicas[0].stage.placement == "local":
+                self._spawn(process)
+        if any(replica.stage.placement == "remote" for replica in table.all()):
             self._run(self._watch_remote())
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -152,58 +144,63 @@ class Supervisor:
 
     # --- processes --------------------------------------------------------------------------
 
-    def _spawn(self, replica: Replica) -> None:
-        starts = self._starts.setdefault(replica.name, _Starts())
-        starts.count += 1
-        starts.at = time.monotonic()
-        name = f"{replica.stage.name}-{replica.index}-{starts.count}"
-        replica.worker = name
+    def _spawn(self, process: WorkerProcess) -> None:
+        process.begin()
+        config, *guests = (self._configure(replica, process.num_starts) for replica in process.wanted)
+        self._host.spawn(msgspec.structs.replace(config, guests=tuple(guests)), config.name)
+
+    def _configure(self, replica: Replica, num_starts: int) -> WorkerConfig:
+        """A worker with a name of its own is about to serve the replica."""
+        replica.worker = f"{replica.stage.name}-{replica.index}-{num_starts}"
         replica.state = ReplicaState.STARTING
-        self._by_worker[name] = replica
-        config = msgspec.structs.replace(
-            self._template, name=name, stage=replica.stage.name, started=time.monotonic()
+        self._by_worker[replica.worker] = replica
+        return msgspec.structs.replace(
+            self._template, name=replica.worker, stage=replica.stage.name, started=time.monotonic()
         )
-        self._host.spawn(config, name)
 
     def _on_exit(self, name: str, status: int) -> None:
-        """A worker's process has ended, for whatever reason."""
-        replica = self._by_worker.pop(name, None)
+        """A process has ended, for whatever reason.  name: of the first of its workers."""
         self._changed.set()
-        if replica is None or replica.worker != name:
+        first = self._by_worker.get(name)
+        if first is None:
             return
+        process = self._processes[first.name]
+        for replica in process.replicas:
+            self._by_worker.pop(replica.worker, None)
         if self._is_closing:
-            self._remove_leftovers(name)
+            for replica in process.replicas:
+                self._remove_leftovers(replica.worker)
             return
-        starts = self._starts[replica.name]
-        # It never served, or had nothing to do: the next one would die of the same cause.  What a request
-        # causes is bounded by that request's replay budget.
-        is_new = time.monotonic() - starts.at < QUICK_DEATH_SECONDS
-        is_quick = replica.state is not ReplicaState.READY or (is_new and not replica.held)
-        self._lose(replica)
-        if replica.state is ReplicaState.FAILED:
+        process.note_death()
+        for replica in process.replicas:
+            self._lose(replica)
+        if not process.wanted:
             return
-        starts.quick_deaths = starts.quick_deaths + 1 if is_quick else 0
-        if starts.quick_deaths > MAX_QUICK_DEATHS:
-            self._give_up(
-                replica,
-                f"{replica.name} died {starts.quick_deaths} times in a row soon after its start, at last "
-                f"with status {status} (negative: a signal); see the log for the reason",
+        if process.num_quick_deaths > MAX_QUICK_DEATHS:
+            reason = (
+                f"{process.name} died {process.num_quick_deaths} times in a row soon after its start, at "
+                f"last with status {status} (negative: a signal); see the log for the reason"
             )
+            for replica in process.wanted:
+                self._give_up(replica, reason)
             return
-        replica.restarts += 1
-        delay = 0.0 if starts.quick_deaths <= 1 else BACKOFF_SECONDS * 2 ** (starts.quick_deaths - 2)
+        for replica in process.wanted:
+            replica.restarts += 1
+        num_quick_deaths = process.num_quick_deaths
+        delay = 0.0 if num_quick_deaths <= 1 else BACKOFF_SECONDS * 2 ** (num_quick_deaths - 2)
         logger.error("worker %s ended with status %d; restarting it in %.1f s", name, status, delay)
-        task = asyncio.create_task(self._respawn(replica, delay))
+        task = asyncio.create_task(self._respawn(process, delay))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
-    async def _respawn(self, replica: Replica, delay: float) -> None:
+    async def _respawn(self, process: WorkerProcess, delay: float) -> None:
         await asyncio.sleep(delay)  # back-off, so that a broken model does not burn the machine
-        if replica.state is not ReplicaState.FAILED:
-            self._spawn(replica)
+        if process.wanted:
+            self._spawn(process)
 
     def _lose(self, replica: Replica) -> None:
-        """Everything the process held is gone; its requests are replayed."""
+        """Everything the worker held is gone; its requests are replayed."""
+        self._processes[replica.name].forget_loaded(replica)
         if replica.state is not ReplicaState.FAILED:
             replica.state = ReplicaState.STARTING
         if replica.address:
@@ -317,9 +314,14 @@ class Supervisor:
             return
         replica.info = info
         replica.phases = phases
-        replica.state = ReplicaState.READY
-        self._progress(replica.name, 1.0, "ready")
-        self._orchestrator.on_ready(replica)
+        process = self._processes[replica.name]
+        if not process.note_loaded(replica):
+            return
+        for loaded in process.wanted:
+            loaded.state = ReplicaState.READY
+        for loaded in process.wanted:
+            self._progress(loaded.name, 1.0, "ready")
+            self._orchestrator.on_ready(loaded)
         self._changed.set()
 
     async def _watch_remote(self) -> None:

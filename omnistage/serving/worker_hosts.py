@@ -58,10 +58,14 @@ async def exited(process: subprocess.Popen[bytes]) -> None:
 
 
 class WorkerHost(Protocol):
+    @property
+    def shares_processes(self) -> bool:
+        """Whether a worker's guests run in its process and end with it; otherwise spawn() is given none."""
+
     async def start(self, on_exit: OnExit) -> None: ...
 
     def spawn(self, config: msgspec.Struct, name: str) -> None:
-        """Start a worker; its end is reported even if it never says a word."""
+        """Start a worker and its guests; their common end is reported even if they never say a word."""
 
     def pid_of(self, name: str) -> int: ...
 
@@ -75,6 +79,8 @@ class NurseryHost:
     A nursery is started with the first worker; one that dies takes its workers along, and another is
     started with the next worker.
     """
+
+    shares_processes = True
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -191,8 +197,11 @@ class ThreadHost:
     """Workers as threads over a memory network: for tests, debugging and notebooks.
 
     Everything but processes and sockets is as in production.  A worker that raises is reported as
-    dead and restarted, but a crash of the interpreter takes all of them.
+    dead and restarted, but a crash of the interpreter takes all of them.  They share one process
+    anyway: `colocate` makes no difference here, and a worker that raises takes no other one along.
     """
+
+    shares_processes = False
 
     def __init__(self, network: MemoryNetwork, build: BuildStage | None = None) -> None:
         self._network = network

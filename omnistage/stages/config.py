@@ -13,6 +13,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ZmqEndpoint takes them, "" for none.  lease_socket: the device lease's broker, "" for none.
     patience: seconds of silence after which the orchestrator is taken for gone, 0.0 for never.
     started: time.monotonic() when the supervisor asked for the worker, 0.0 if it joined by itself.
+    guests: workers of other stages that run beside this one in its process; they have none themselves.
     """
 
     name: str
@@ -27,3 +28,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_socket: str = ""
     patience: float = 0.0
     started: float = 0.0
+    guests: tuple[WorkerConfig, ...] = ()

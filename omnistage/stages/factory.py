@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from omnistage.errors import PipelineError
-from omnistage.models.files import read_settings
 from omnistage.models.registry import (
     PartSource,
     find_part,
@@ -17,6 +16,7 @@ from omnistage.models.registry import (
     load_decoder,
     load_encoder,
     load_vocoder,
+    stored_dtype,
 )
 from omnistage.stages.stage import Stage, StageContext
 from omnistage.types import StageKind
@@ -35,19 +35,9 @@ def _source(context: StageContext) -> PartSource:
 
 
 def _load(context: StageContext, source: PartSource, loader: Callable[..., Any]) -> Any:
-    dtype = _stored_dtype(source) if context.spec.dtype == "auto" else context.spec.dtype
+    dtype = stored_dtype(source) if context.spec.dtype == "auto" else context.spec.dtype
     device = context.spec.devices_of(context.replica)[0]
     return loader(source, device=device, dtype=dtype, progress=context.progress)
-
-
-def _stored_dtype(source: PartSource) -> str:
-    """What the part's configuration says of its weights, else the checkpoint's; float32 if neither does."""
-    whole = read_settings(source.directory / "config.json")
-    for values in (source.config, source.config.get("text_config"), whole):
-        stored = (values or {}).get("dtype") or (values or {}).get("torch_dtype")
-        if stored:
-            return str(stored)
-    return "float32"
 
 
 def _encoder(context: StageContext) -> Stage:

@@ -26,6 +26,9 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+import msgspec
+
+from omnistage.stages.config import WorkerConfig
 from omnistage.transport import remove_leftovers
 
 # What workers need; imported once here, shared by every fork.
@@ -58,7 +61,7 @@ class Nursery:
         self._run_dir = run_dir
         self._buffer = b""
         self._children: dict[int, str] = {}
-        self._runs: dict[str, str] = {}  # worker -> run id, of every worker ever started
+        self._runs: dict[str, str] = {}  # worker -> run id, of every worker and guest ever started
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
 
@@ -102,7 +105,8 @@ class Nursery:
         if pid == 0:
             self._become_worker(parent, config)
         self._children[pid] = name
-        self._runs[name] = str(config["run_id"])
+        first = msgspec.convert(config, WorkerConfig)
+        self._runs.update((worker.name, worker.run_id) for worker in (first, *first.guests))
         self._tell({"started": name, "pid": pid})
 
     def _become_worker(self, parent: int, config: dict[str, object]) -> None:

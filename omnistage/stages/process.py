@@ -1,4 +1,4 @@
-"""A worker's process: from its configuration to a running loop.
+"""A worker's process: from its configuration to a running loop, and its guests' beside it.
 
 Entered in a process forked by the nursery, in the process of `omnistage worker --join`, or (tests,
 `in_process` pipelines) in a thread with a memory endpoint.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,9 +43,54 @@ logger = logging.getLogger(__name__)
 CONFIGURE_TIMEOUT = 60.0  # seconds, for workers that the supervisor has started
 
 
+BuildStage = Callable[[StageContext], Stage]
+
+
 def run_worker(raw: Mapping[str, object]) -> int:
-    """Serve one stage until told to stop; the return value is the process's exit status."""
+    """Serve a stage until told to stop; the return value is the process's exit status.
+
+    The configuration's guests run in threads of their own and are told to stop each by itself.  An error
+    of one of them ends the process there and then with status 1, as the caller ends it for an error of
+    this one: what the others were doing is replayed.
+    """
     config = msgspec.convert(raw, WorkerConfig)
+    if not config.guests:
+        return _serve(config, build_stage)
+    turn = threading.Lock()
+
+    def build(context: StageContext) -> Stage:
+        with turn:  # imports in the middle of loading, transformers' above all, are not safe in threads
+            return build_stage(context)
+
+    guests = [
+        threading.Thread(target=_serve_guest, args=(guest, build), name=guest.name, daemon=True)
+        for guest in config.guests
+    ]
+    for guest in guests:
+        guest.start()
+    status = _serve(config, build)
+    if status == 0:
+        for guest in guests:
+            guest.join()
+    return status
+
+
+def _serve_guest(config: WorkerConfig, build: BuildStage) -> None:
+    """A guest's thread."""
+    status = 1
+    try:
+        status = _serve(config, build)
+    except Exception:  # the thread's boundary: the reason is logged, and the process ends
+        logger.exception("worker %s failed", config.name)
+    finally:
+        if status != 0:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def _serve(config: WorkerConfig, build: BuildStage) -> int:
+    """Serve one stage over an endpoint of its own; 0 if it was told to stop, 1 after a logged error."""
     endpoint = ZmqEndpoint(
         name=config.name,
         run_id=config.run_id,
@@ -55,7 +102,7 @@ def run_worker(raw: Mapping[str, object]) -> int:
         host=config.host or None,
     )
     try:
-        serve_stage(config, endpoint)
+        serve_stage(config, endpoint, build=build)
     except OmnistageError as error:
         logger.error("worker %s: %s", config.name, error)
         return 1
@@ -70,7 +117,7 @@ def serve_stage(
     config: WorkerConfig,
     endpoint: Endpoint,
     lease: DeviceLease | None = None,
-    build: Callable[[StageContext], Stage] = build_stage,
+    build: BuildStage = build_stage,
 ) -> None:
     """Handshake, load, run.  Raises what loading raises, after telling the orchestrator.
 

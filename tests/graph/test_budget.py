@@ -105,6 +105,17 @@ def test_other_device_names_are_refused(device):
             "stages.e.colocate: replicas 1 here, 2 at a; make them equal",
         ),
         (
+            [stage("a", threads=2), stage("e", "encoder", colocate="a")],
+            "stages.e.colocate: threads left out here, 2 at a; make them equal",
+        ),
+        *(
+            (
+                [stage("a", placement=host), stage("e", "encoder", colocate="a", placement=guest)],
+                "stages.e.colocate: a worker that joins serves one stage, and a or this one is placed",
+            )
+            for host, guest in (("remote", "remote"), ("remote", "local"), ("local", "remote"))
+        ),
+        (
             [stage("a", devices=["cuda:0"]), stage("e", "encoder", colocate="a")],
             "stages.e.colocate: cpu is not among the devices of a (cuda:0); use those",
         ),

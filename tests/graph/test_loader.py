@@ -234,3 +234,20 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 def test_broken_json_is_refused(data):
     with pytest.raises(PipelineError):
         from_json(data)
+
+
+@pytest.mark.parametrize("name", built_in_names())
+def test_every_built_in_pipeline_is_valid(name):
+    assert load_pipeline(name).name == name
+
+
+def test_a_pipeline_can_be_adapted_before_flags_are_applied():
+    def adapt(draft):
+        draft.stages["thinker"] |= {"kv_cache": "1MiB", "max_num_seqs": 3}
+        draft.origins |= {("stages", "thinker", key): "a guess" for key in ("kv_cache", "max_num_seqs")}
+
+    resolved = resolve_pipeline("llm", overrides=["thinker.max_num_seqs=5"], adapt=adapt)
+    thinker = resolved.spec.stages["thinker"]
+    assert (thinker.kv_cache, thinker.max_num_seqs) == (1024**2, 5)
+    assert resolved.source(("stages", "thinker", "kv_cache")) == "a guess"
+    assert resolved.source(("stages", "thinker", "max_num_seqs")) == "flag thinker.max_num_seqs=5"

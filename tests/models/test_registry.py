@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from omnistage.errors import WeightsError
-from omnistage.models.home import omnistage_home
+from omnistage.graph import Graph
+from omnistage.home import omnistage_home
 from omnistage.models.registry import (
     FACTORIES,
     PartSource,
     available_parts,
+    check_files,
     find_part,
     load_decoder,
     load_encoder,
     load_vocoder,
+    part_files,
     resolve_model,
+    stored_dtype,
 )
 
 
@@ -176,6 +181,82 @@ def test_weights_without_their_configuration_are_named(tmp_path):
         find_part(tmp_path, "talker")
 
 
+def test_a_language_model_is_its_own_thinker(tmp_path):
+    plain = write_config(tmp_path / "plain", model_type="qwen3", layers=3)
+    with pytest.raises(WeightsError, match="fetch the model's weights"):
+        available_parts(plain)
+    save_file({"model.norm.weight": np.zeros(1, np.float32)}, plain / "model.safetensors")
+    assert available_parts(plain) == ["thinker"]
+    source = find_part(plain, "thinker")
+    assert (source.model_type, source.prefix, source.config["layers"]) == ("qwen3", "", 3)
+    assert source.prefixes == ("",)
+
+
+def test_files_of_each_stage(qwen3_omni_dir, qwen3_vl_dir):
+    graph = Graph("omni", model=str(qwen3_omni_dir))
+    graph.connect(graph.llm("thinker"), graph.llm("voice", part="talker"), stream=True)
+    graph.connect("voice", graph.vocoder("vocoder", part="code2wav"), stream=True)
+    graph.output(text="thinker", audio="vocoder")
+    files = part_files(qwen3_omni_dir, graph.build())
+    assert files["thinker"].prefixes == ("thinker.model.", "thinker.lm_head.")
+    assert files["thinker"].num_loops == 1
+    assert files["voice"].prefixes == ("talker.", "thinker.model.embed_tokens.")
+    assert (files["voice"].looped, files["voice"].num_loops) == ("talker.code_predictor.model.layers.", 3)
+    assert files["vocoder"].prefixes == ("code2wav.",)
+    assert {one.dtype for one in files.values()} == {"float32"}
+    assert find_part(qwen3_vl_dir, "thinker").prefixes == ("model.language_model.", "lm_head.")
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "bfloat16", "text_config": {"dtype": "float32"}}, "bfloat16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+    ],
+)
+def test_the_dtype_of_auto(tmp_path, config, dtype):
+    write_config(tmp_path, model_type="qwen3", **config)
+    save_file({"a": np.zeros(8, np.float16), "b": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    assert stored_dtype(find_part(tmp_path, "thinker")) == dtype
+
+
+def test_progress_is_told_in_bytes_of_the_part(qwen3_omni_dir):
+    heard = []
+    load_decoder(find_part(qwen3_omni_dir, "thinker"), progress=lambda *told: heard.append(told))
+    fractions = [fraction for fraction, _ in heard]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert len([one for one in fractions if 0.05 < one < 1.0]) > 10
+    assert any(0.4 < one < 0.6 for one in fractions)
+    assert heard[-2][1] == "loading qwen3_omni_moe_thinker: 1.7 MiB of 1.7 MiB"
+
+
+def test_a_model_of_the_hub_is_looked_for_in_the_cache(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        WeightsError, match=r"nor whole in the hub's cache; run `omnistage fetch an-org/a-model`"
+    ):
+        resolve_model("an-org/a-model")
+    (tmp_path / "an-org" / "a-model").mkdir(parents=True)
+    assert resolve_model("an-org/a-model") == Path("an-org/a-model")
+
+
+def test_files_are_checked_in_the_model_and_in_the_folders_of_its_parts(tmp_path):
+    graph = Graph("p", model=str(tmp_path))
+    graph.llm("thinker", part="mind")
+    graph.output(text="thinker")
+    spec = graph.build()
+    check_files(tmp_path, spec)
+    (tmp_path / "mind").mkdir()
+    (tmp_path / "mind" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "one.safetensors"}}'
+    )
+    with pytest.raises(WeightsError, match=r"mind lacks 1 .*one\.safetensors"):
+        check_files(tmp_path, spec)
+
+
 def test_parts_of_other_models(tmp_path):
     with pytest.raises(WeightsError, match="does not exist"):
         available_parts(tmp_path)
@@ -184,8 +265,6 @@ def test_parts_of_other_models(tmp_path):
     assert available_parts(tmp_path) == ["hearing", "vision"]
     write_omni(tmp_path, model_type="unheard_of", without=("talker.",))
     assert available_parts(tmp_path) == ["code2wav", "hearing", "thinker", "vision"]
-    plain = write_config(tmp_path / "plain", model_type="llama")
-    assert available_parts(plain) == []
     (write_omni(tmp_path / "bare") / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(WeightsError, match="no weight_map"):
         available_parts(tmp_path / "bare")

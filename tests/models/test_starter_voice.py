@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 
 from omnistage.errors import WeightsError
-from omnistage.models.home import omnistage_home
+from omnistage.home import omnistage_home
 from omnistage.models.starter_voice import convert_voice
 
 VOICE: dict[str, Any] = {"num_speakers": 1, "phoneme_type": "espeak"}

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from omnistage.errors import InvalidRequest, NotFound, WeightsError
-from omnistage.models.home import omnistage_home
+from omnistage.home import omnistage_home
 from omnistage.models.phonemes import PhonemeMap
 from omnistage.models.registry import PartSource, find_part
 from omnistage.models.vits import (

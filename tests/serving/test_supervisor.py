@@ -7,19 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from omnistage.errors import ReplayExhausted, RequestFailed, TransportError, WeightsError
+from omnistage.errors import ReplayExhausted, RequestFailed, WeightsError
 from omnistage.graph import Graph, PipelineSpec
-from omnistage.serving import supervisor as supervisor_module
-from omnistage.serving.orchestrator import Orchestrator
-from omnistage.serving.replicas import Replica, ReplicaState
-from omnistage.serving.requests import GenerateRequest
-from omnistage.serving.supervisor import Supervisor
-from omnistage.stages.config import WorkerConfig
+from omnistage.serving.replicas import ReplicaState
 from omnistage.transport.messages import (
     Configure,
     Finished,
     Heartbeat,
-    Hello,
     LoadFailed,
     PeerGone,
     Ready,
@@ -27,108 +21,8 @@ from omnistage.transport.messages import (
     StepReport,
     Submit,
 )
-from omnistage.types import StageTiming, TokenSegment
-
-
-class FakeHub:
-    """sent: what each address was sent.  gone: addresses that cannot be reached."""
-
-    address = "hub"
-
-    def __init__(self):
-        self.sent = {}
-        self.gone = set()
-        self._inbox = asyncio.Queue()
-
-    async def say(self, address, message):
-        """A message of a worker; returns when it has been handled."""
-        self._inbox.put_nowait((address, message))
-        for _ in range(4):
-            await asyncio.sleep(0)
-
-    async def receive(self):
-        return await self._inbox.get()
-
-    def send(self, to, message):
-        if to in self.gone:
-            raise TransportError(f"{to} is gone")
-        self.sent.setdefault(to, []).append(message)
-
-    def last(self, address):
-        return self.sent[address][-1]
-
-    def release(self, message):
-        pass
-
-    def forget(self, address):
-        self.gone.add(address)
-
-    def close(self):
-        pass
-
-    def stats(self):
-        return {}
-
-
-class FakeHost:
-    """spawned: names of the workers, in order."""
-
-    def __init__(self):
-        self.spawned = []
-
-    async def start(self, on_exit):
-        self.exit = on_exit
-
-    def spawn(self, config, name):
-        self.spawned.append(name)
-
-    def pid_of(self, name):
-        return 0
-
-    async def close(self):
-        pass
-
-
-class Site:
-    """A supervised pipeline and its fakes."""
-
-    def __init__(self, spec: PipelineSpec, **options):
-        self.hub, self.host = FakeHub(), FakeHost()
-        self.orchestrator = Orchestrator(spec, self.hub, "")
-        self.supervisor = Supervisor(
-            spec=spec,
-            hub=self.hub,
-            host=self.host,
-            orchestrator=self.orchestrator,
-            template=WorkerConfig(name="", stage="", run_id="test", control="hub"),
-            **options,
-        )
-
-    def replica(self, stage="llm", index=0) -> Replica:
-        return self.orchestrator.replicas.by_stage[stage][index]
-
-    async def hello(self, worker, stage="llm"):
-        address = f"@{worker}"
-        await self.hub.say(address, Hello(worker=worker, stage=stage, address=address, pid=1, host="h"))
-
-    async def ready(self, worker, stage="llm"):
-        await self.hello(worker, stage)
-        await self.hub.say(f"@{worker}", Ready(worker=worker, info={}))
-
-    def submit(self, name="r"):
-        request = GenerateRequest(request_id=name, outputs=("text",), segments=(TokenSegment((1,)),))
-        return self.orchestrator.submit(request)
-
-    async def spawned(self, count):
-        await until(lambda: len(self.host.spawned) >= count)
-
-
-async def until(is_true):
-    for _ in range(5000):
-        if is_true():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not happen within five seconds")
+from omnistage.types import StageTiming
+from tests.serving.fake_workers import error_of, opened_sites, until
 
 
 def one_llm(**settings) -> PipelineSpec:
@@ -139,28 +33,8 @@ def one_llm(**settings) -> PipelineSpec:
 
 @pytest.fixture
 async def open_site(monkeypatch) -> AsyncIterator:
-    monkeypatch.setattr(supervisor_module, "BACKOFF_SECONDS", 0.0)
-    monkeypatch.setattr(supervisor_module, "SHUTDOWN_SECONDS", 0.05)
-    opened = []
-
-    async def start(spec=None, **options) -> Site:
-        site = Site(spec or one_llm(), **options)
-        opened.append(site)
-        await site.supervisor.start()
-        return site
-
-    yield start
-    for site in opened:
-        async with asyncio.timeout(5):
-            await site.supervisor.close()
-
-
-async def error_of(stream):
-    async with asyncio.timeout(5):
-        with pytest.raises(Exception) as caught:  # noqa: PT011 (the callers look at it)
-            async for _ in stream:
-                pass
-    return caught.value
+    async with opened_sites(monkeypatch) as start:
+        yield lambda spec=None, **options: start(spec or one_llm(), **options)
 
 
 async def test_a_worker_is_configured_and_serves(open_site):

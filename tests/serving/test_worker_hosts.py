@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from omnistage.serving import worker_hosts
@@ -100,6 +101,19 @@ async def test_workers_start_and_end(host, nurseries):
     await until(lambda: host.exits)
     assert host.exits == [("a", -9)]
     assert host.pid_of("a") == 0
+
+
+async def test_guests_go_with_their_worker_and_end_with_it(host, nurseries):
+    guest = WorkerConfig(name="g", stage="s", run_id="r", control="c")
+    host.spawn(WorkerConfig(name="a", stage="s", run_id="r", control="c", guests=(guest,)), "a")
+    await until(lambda: nurseries)
+    line = await asyncio.to_thread(nurseries[0].connection.makefile("r").readline)
+    sent = msgspec.convert(json.loads(line)["config"], WorkerConfig)
+    assert sent.guests == (guest,)
+    nurseries[0].tell(started="a", pid=7)
+    nurseries[0].tell(exited="a", pid=7, status=1)
+    await until(lambda: host.exits)
+    assert host.exits == [("a", 1)]
 
 
 async def test_a_dead_nursery_ends_its_workers_and_another_starts_on_demand(host, nurseries):

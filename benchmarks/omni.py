@@ -181,7 +181,7 @@ def omni_graph(model: str, dtype: str, *, with_speech: bool = True) -> Graph:
         talker = graph.llm("talker", part="talker", **llm)
         vocoder = graph.vocoder("vocoder", part="code2wav", dtype=dtype)
         graph.connect(thinker, talker, stream=True)
-        graph.connect(talker, vocoder, stream=True, first_chunk=4, chunk=25)
+        graph.connect(talker, vocoder, stream=True, first_chunk=2, chunk=25)
         graph.output(audio=vocoder)
     graph.output(text=thinker)
     return graph

@@ -26,7 +26,6 @@ from omnistage.ops.attention import (
     DecodeRows,
     PagedKVCache,
     PrefillChunk,
-    causal_mask,
     length_mask,
 )
 
@@ -253,9 +252,8 @@ class Runner:
 
     def _prefill_chunk(self, chunk: ScheduledChunk, start: int) -> PrefillChunk:
         if chunk.start == 0:
-            return PrefillChunk(start, chunk.num_tokens, chunk.stop, None, None)
-        mask = causal_mask(chunk.num_tokens, chunk.stop, self._model.dtype)
-        return PrefillChunk(start, chunk.num_tokens, chunk.stop, self._select([chunk], chunk.stop), mask)
+            return PrefillChunk(start, chunk.num_tokens, chunk.stop, None)
+        return PrefillChunk(start, chunk.num_tokens, chunk.stop, self._select([chunk], chunk.stop))
 
     def _select(self, chunks: list[ScheduledChunk], context: int) -> BlockSelection:
         """The blocks of each sequence, padded to those of `context` rows; a slice where that is one."""

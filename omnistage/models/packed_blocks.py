@@ -18,6 +18,7 @@ from omnistage.models.loader import Checkpoint
 from omnistage.models.protocols import Sliced
 from omnistage.ops.linear import Linear
 from omnistage.ops.rotary import rotate_
+from omnistage.ops.segments import attention
 
 # Floating-point operations in about 20 ms: of one CPU thread in float32, and of an accelerator.
 CPU_SLICE_FLOPS, DEVICE_SLICE_FLOPS = 1.5e9, 2e12
@@ -205,7 +206,7 @@ def packed_attention(heads: Tensor, groups: Sequence[SegmentGroup], pace: Pace) 
         result = output[rows].view(shape).transpose(1, 2)
         flops_per_query = 4.0 * group.length * num_heads * head_dim
         for segments, queries in _attention_slices(group, num_heads, flops_per_query, pace):
-            part = _attention(query[segments, :, queries], key[segments], value[segments])
+            part = attention(query[segments, :, queries], key[segments], value[segments])
             result[segments, :, queries] = part
             if pace.is_due(flops_per_query * part.shape[0] * part.shape[2]):
                 yield
@@ -223,15 +224,6 @@ def _attention_slices(
     for first in range(0, group.count, num_segments):
         for start in range(0, group.length, step):
             yield slice(first, first + num_segments), slice(start, start + step)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[count, num_heads, num_queries, head_dim].  query: that shape; key, value: as many keys instead."""
-    if query.device.type != "cpu" or query.dtype == torch.float32:
-        return F.scaled_dot_product_attention(query, key, value)
-    # torch's fused kernel multiplies float32 blocks on a CPU; plain bfloat16 products are twice as fast.
-    scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
-    return torch.matmul(scores.softmax(-1), value)
 
 
 class PartWeights:

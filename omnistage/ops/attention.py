@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omnistage.ops.native.structs import pointers
+from omnistage.ops.segments import attention
 
 BlockSelection = Tensor | slice  # block ids [num_blocks] int64, or a run of consecutive blocks
 
@@ -113,14 +114,13 @@ class PrefillChunk:
     """Rows [start, start + num_rows) of the step, consecutive rows of one sequence.
 
     blocks: of the whole context; None if the sequence begins with this chunk.
-    context: rows including the chunk.  mask: [num_rows, context], added to the scores.
+    context: rows including the chunk.
     """
 
     start: int
     num_rows: int
     context: int
     blocks: BlockSelection | None
-    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,6 @@ class AttentionMetadata:
     decode_groups: tuple[DecodeGroup, ...]
     prefill_chunks: tuple[PrefillChunk, ...]
     rows: DecodeRows | None = None
-
-
-def causal_mask(num_rows: int, context: int, dtype: torch.dtype) -> Tensor:
-    """[num_rows, context]: the last `num_rows` of `context` rows see themselves and what precedes."""
-    mask = torch.full((num_rows, context), -torch.inf, dtype=dtype)
-    return mask.triu_(diagonal=context - num_rows + 1)
 
 
 def length_mask(context_lengths: Tensor, context: int, dtype: torch.dtype) -> Tensor:
@@ -199,12 +193,5 @@ def _prefill(
     """query: [num_rows, num_heads, head_dim].  Returns [num_rows, num_heads * head_dim]."""
     rows = key_value if chunk.blocks is None else cache.gather(layer, chunk.blocks)[: chunk.context]
     key, value = rows.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)  # [1, num_kv_heads, context, head_dim]
-    attended = F.scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0),
-        key,
-        value,
-        attn_mask=chunk.mask,
-        is_causal=chunk.mask is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    attended = attention(query.transpose(0, 1).unsqueeze(0), key, value, is_causal=True)
     return attended.squeeze(0).transpose(0, 1).reshape(chunk.num_rows, -1)

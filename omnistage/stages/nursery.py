@@ -171,6 +171,9 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     for module in PRELOAD:
         importlib.import_module(module)
+    from omnistage.ops.native.library import library
+
+    library()  # built once here, if this is the first start on this machine, and not by every worker
     Nursery(connection, sys.argv[2]).run()
 
 

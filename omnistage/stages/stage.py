@@ -40,6 +40,9 @@ class StageContext:
     def edges_in(self) -> tuple[EdgeSpec, ...]:
         return tuple(edge for edge in self.pipeline.edges if edge.consumer == self.spec.name)
 
+    def edges_out(self) -> tuple[EdgeSpec, ...]:
+        return self.pipeline.edges_out_of(self.spec.name)
+
     def edges_to(self, kind: StageKind) -> frozenset[str]:
         """Names of the edges from this stage to stages of a kind."""
         return frozenset(

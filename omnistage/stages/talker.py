@@ -40,6 +40,9 @@ from omnistage.types import (
     Usage,
 )
 
+GROUP_FRAMES = 8  # sent together, half a second: a message for each would wake its consumer as often
+IN_HAND_SECONDS = 0.25  # of sound at the listener's; with less, frames do not wait for one another
+
 
 @dataclass(frozen=True, kw_only=True)
 class TalkerRules:
@@ -71,6 +74,7 @@ class _Speech:
     finish: how the thinker's answer ended, once it has.  is_begun: whether the engine has the request.
     is_closed: whether the engine knows that no more text comes.
     deadline: when the sound sent so far will have been played.
+    num_frames: sent.  unsent: frames made since.
     """
 
     message: Submit
@@ -85,6 +89,7 @@ class _Speech:
     is_begun: bool = False
     is_closed: bool = False
     num_frames: int = 0
+    unsent: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
     def has_news(self) -> bool:
@@ -111,6 +116,8 @@ class TalkerStage:
         self._talker = talker
         self._rules = rules
         self._sampling = sampling
+        # Frames that become the first sound; until they are made the request is as urgent as it was.
+        self._lead = max((edge.first_chunk or edge.chunk or 1 for edge in context.edges_out()), default=1)
         self._eos_token_ids = (talker.talker_config.codec_eos_id,)
         self._open: dict[RequestKey, _Speech] = {}
         self._by_id: dict[str, RequestKey] = {}
@@ -290,10 +297,25 @@ class TalkerStage:
             outbox.end(key, error=output.error)
             return
         if output.frame:
-            outbox.journal.append((key, output.frame))
-            self._send(key, speech, [output.frame], outbox)
+            self._collect(key, speech, output.frame, outbox)
         if output.finish_reason is not None:
+            self._send_collected(key, speech, outbox)
             self._end(key, output.finish_reason, outbox)
+
+    def _collect(self, key: RequestKey, speech: _Speech, frame: tuple[int, ...], outbox: Outbox) -> None:
+        """Send frames in groups, or at once where little sound is in hand."""
+        speech.unsent.append(frame)
+        in_hand = speech.deadline - time.monotonic()
+        is_first = speech.num_frames < self._lead
+        wanted = self._lead - speech.num_frames if is_first else GROUP_FRAMES
+        if len(speech.unsent) >= wanted or (not is_first and in_hand < IN_HAND_SECONDS):
+            self._send_collected(key, speech, outbox)
+
+    def _send_collected(self, key: RequestKey, speech: _Speech, outbox: Outbox) -> None:
+        frames, speech.unsent = speech.unsent, []
+        if frames:
+            outbox.journal.append((key, tuple(code for frame in frames for code in frame)))
+            self._send(key, speech, frames, outbox)
 
     def _send(
         self, key: RequestKey, speech: _Speech, frames: Sequence[tuple[int, ...]], outbox: Outbox
@@ -301,7 +323,10 @@ class TalkerStage:
         self._num_frames += len(frames)
         speech.num_frames += len(frames)
         now = time.monotonic()
-        speech.deadline = max(speech.deadline, now) + len(frames) / self._rules.frames_per_second
+        if speech.num_frames - len(frames) >= self._lead:
+            speech.deadline = max(speech.deadline, now) + len(frames) / self._rules.frames_per_second
+        elif speech.num_frames >= self._lead:  # only now there is something to play
+            speech.deadline = now + speech.num_frames / self._rules.frames_per_second
         codes = HostTensor.from_numpy(np.array(frames, dtype=np.int64))
         outbox.emit(key, Payload(type=PortType.CODEC_FRAMES, tensors={"codes": codes}))
 

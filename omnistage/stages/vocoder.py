@@ -25,6 +25,7 @@ from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import HostTensor, Payload, PortType, Scalar
 
 DEFAULT_CHUNK = 64  # frames
+IN_HAND_SECONDS = 0.12  # of sound; with less, a slice does not wait until it is full
 # Frames of several requests decoded together; a single request's slice may be larger.
 CPU_BATCH_FRAMES, DEVICE_BATCH_FRAMES = 64, 1024
 
@@ -224,7 +225,10 @@ class VocoderStage:
         first = playback.utterances[0]
         if first.is_complete or (self._credits is not None and len(first.pieces) >= self._credits):
             return True
-        return first.remaining >= self._size(playback)
+        size = self._size(playback)
+        if playback.num_samples and time.monotonic() + IN_HAND_SECONDS >= playback.deadline:
+            size = min(size, self._first_chunk)
+        return first.remaining >= size
 
     def _size(self, playback: _Playback) -> int:
         """Frames of the request's next slice."""

@@ -19,6 +19,7 @@ from omnistage.transport.messages import (
     ORCHESTRATOR,
     Abort,
     Chunk,
+    Chunks,
     Credit,
     Finished,
     Heartbeat,
@@ -101,6 +102,7 @@ class Worker:
         self._streams = StreamTable()
         self._outbox = Outbox()
         self._chunks: list[Chunk] = []  # for the orchestrator, with the next report
+        self._outgoing: dict[str, list[Chunk]] = {}  # by consumer: sent together, before anything else is
         self._finished: list[Finished] = []
         self._aborted: list[RequestKey] = []
         self._is_stopping = False
@@ -194,6 +196,9 @@ class Worker:
         match message:
             case Chunk():
                 self._on_chunk(message)
+            case Chunks(chunks=chunks):
+                for chunk in chunks:
+                    self._on_chunk(chunk)
             case Submit():
                 self._on_submit(message)
             case Credit():
@@ -248,6 +253,7 @@ class Worker:
         ticket = self._tickets.get(credit.key)
         if self._streams.grant(credit) and ticket is not None:
             self._flush(credit.key, ticket)
+            self._send_chunks()
 
     def _fail(self, key: RequestKey, error: OmnistageError) -> None:
         self._required_stage().abort(key)
@@ -266,6 +272,7 @@ class Worker:
         outbox, self._outbox = self._outbox, Outbox()
         for emitted in outbox.emitted:
             self._send(emitted)
+        self._send_chunks()
         for key, edge in outbox.consumed:
             self._grant(key, edge)
         for ended in outbox.ended:
@@ -325,9 +332,15 @@ class Worker:
                 if address == ORCHESTRATOR:
                     self._chunks.append(chunk)
                 else:
-                    self._endpoint.send(address, chunk)
+                    self._outgoing.setdefault(address, []).append(chunk)
         if ticket.ended is not None and not ticket.has_backlog:
             self._finish(ticket.ended)
+
+    def _send_chunks(self) -> None:
+        """One message per consumer, however many requests have something for it."""
+        outgoing, self._outgoing = self._outgoing, {}
+        for address, chunks in outgoing.items():
+            self._endpoint.send(address, chunks[0] if len(chunks) == 1 else Chunks(chunks=tuple(chunks)))
 
     def _end(self, ended: Ended) -> None:
         """Finish now, or once what the request has made is sent; an error does not wait."""

@@ -9,7 +9,7 @@ Rules common to all implementations:
   between two senders, so a first Chunk may arrive before the Submit it belongs to;
 - a sent tensor's memory must not be written again;
 - tensors of a received message are valid until release(message), which is due for every received
-  message that can carry tensors (Chunk, StepReport), also for one that is thrown away.
+  message that can carry tensors (Chunk, Chunks, StepReport), also for one that is thrown away.
 """
 
 from __future__ import annotations

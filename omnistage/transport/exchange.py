@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from omnistage.errors import TransportError
 from omnistage.transport.codec import Codec, Frame, SlotReference
-from omnistage.transport.messages import AnyMessage, Chunk, Message, Release, StepReport
+from omnistage.transport.messages import AnyMessage, Chunk, Chunks, Message, Release, StepReport
 from omnistage.transport.shared_memory import AttachedSegments, SegmentGone
 from omnistage.transport.slots import SegmentStore, Slot, SlotPool
 from omnistage.types import HostTensor
@@ -46,7 +46,7 @@ def tensors_of(message: Message) -> Iterator[HostTensor]:
     """Every tensor in a message; only chunks, alone or in a report, have any."""
     if isinstance(message, Chunk):
         yield from message.payload.tensors.values()
-    elif isinstance(message, StepReport):
+    elif isinstance(message, StepReport | Chunks):
         for chunk in message.chunks:
             yield from chunk.payload.tensors.values()
 

@@ -146,6 +146,12 @@ class Chunk(Message, frozen=True, kw_only=True):
     sent: float = 0.0  # time.monotonic() at the producer
 
 
+class Chunks(Message, frozen=True, kw_only=True):
+    """W->W: what one step has for one consumer, in order; two chunks or more."""
+
+    chunks: tuple[Chunk, ...]
+
+
 class Credit(Message, frozen=True, kw_only=True):
     """Consumer -> producer: `count` more chunks may be sent on this stream."""
 
@@ -203,6 +209,7 @@ AnyMessage = (
     | Submit
     | Abort
     | Chunk
+    | Chunks
     | Credit
     | Release
     | StepReport

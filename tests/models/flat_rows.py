@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omnistage.models.qwen3_text import DeepstackRows
-from omnistage.ops.attention import AttentionMetadata, DecodeGroup, PagedKVCache, PrefillChunk, causal_mask
+from omnistage.ops.attention import AttentionMetadata, DecodeGroup, PagedKVCache, PrefillChunk
 
 BLOCK_SIZE = 4
 
@@ -37,8 +37,7 @@ class PagedRun:
         if num_rows == 1:
             return AttentionMetadata(self.cache, slots, (DecodeGroup(0, 1, blocks, stop, None),), ())
         first = start == 0
-        mask = None if first else causal_mask(num_rows, stop, self.model.dtype)
-        chunk = PrefillChunk(0, num_rows, stop, None if first else blocks, mask)
+        chunk = PrefillChunk(0, num_rows, stop, None if first else blocks)
         return AttentionMetadata(self.cache, slots, (), (chunk,))
 
     def forward(self, hidden: Tensor, positions: Any, **options: Any) -> Any:

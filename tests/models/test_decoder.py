@@ -20,7 +20,7 @@ from transformers import (
 
 from omnistage.errors import WeightsError
 from omnistage.models.decoder import DecoderConfig, load_decoder
-from omnistage.ops.attention import AttentionMetadata, PrefillChunk, causal_mask
+from omnistage.ops.attention import AttentionMetadata, PrefillChunk
 from omnistage.ops.rotary import RotaryScaling
 
 BASE = {
@@ -90,13 +90,7 @@ def logits_in_chunks(directory: Path, token_ids: list[int], dtype: torch.dtype) 
     results = []
     for start, stop in ((0, 20), (20, len(token_ids))):
         positions = torch.arange(start, stop)
-        chunk = PrefillChunk(
-            0,
-            stop - start,
-            stop,
-            table if start else None,
-            causal_mask(stop - start, stop, dtype) if start else None,
-        )
+        chunk = PrefillChunk(0, stop - start, stop, table if start else None)
         metadata = AttentionMetadata(cache, table[positions // 16] * 16 + positions % 16, (), (chunk,))
         with torch.inference_mode():
             hidden = decoder.embed(torch.tensor(token_ids[start:stop]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from omnistage.errors import StreamError
 from omnistage.models.qwen3_code2wav import Qwen3Code2Wav
 from omnistage.models.registry import find_part, load_vocoder
 from omnistage.ops.tensors import to_host
+from omnistage.stages import vocoder as vocoder_module
 from omnistage.stages.stage import Outbox, StageContext
 from omnistage.stages.vocoder import CPU_BATCH_FRAMES, VocoderStage
 from omnistage.transport.messages import Chunk, RequestKey, Submit
@@ -179,8 +181,9 @@ def assert_same(own: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("per_chunk", [1, 3, 200])
 @pytest.mark.parametrize(("first_chunk", "chunk"), [(1, 1), (4, 4), (25, 25), (4, 25)])
 def test_streamed_frames_sound_as_the_whole(
-    code2wav: Qwen3Code2Wav, first_chunk: int, chunk: int, per_chunk: int
+    code2wav: Qwen3Code2Wav, first_chunk: int, chunk: int, per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(vocoder_module, "IN_HAND_SECONDS", -math.inf)
     frames = codes(61)
     expected = whole(code2wav, frames)
     assert expected.std() > 0.02
@@ -198,7 +201,8 @@ def test_streamed_frames_sound_as_the_whole(
     assert vocoder.stage.gauges()["requests"] == 0
 
 
-def test_frames_wait_until_a_slice_is_full(code2wav: Qwen3Code2Wav) -> None:
+def test_frames_wait_until_a_slice_is_full(code2wav: Qwen3Code2Wav, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocoder_module, "IN_HAND_SECONDS", -math.inf)
     vocoder = Vocoder(code2wav, first_chunk=2, chunk=5)
     vocoder.submit("a")
     emitted = []
@@ -207,6 +211,21 @@ def test_frames_wait_until_a_slice_is_full(code2wav: Qwen3Code2Wav) -> None:
         vocoder.rest()
         emitted.append(len(vocoder.pieces("a")))
     assert emitted == [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3]  # after 2, 7 and 12 frames
+
+
+def test_with_little_sound_in_hand_a_slice_is_small(
+    code2wav: Qwen3Code2Wav, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocoder_module, "IN_HAND_SECONDS", math.inf)
+    vocoder = Vocoder(code2wav, first_chunk=2, chunk=50)
+    vocoder.submit("a")
+    emitted = []
+    for index, frame in enumerate(codes(9).split(1)):
+        vocoder.send("a", frame, is_last=index == 8)
+        vocoder.rest()
+        emitted.append(len(vocoder.pieces("a")))
+    assert emitted == [0, 1, 1, 2, 2, 3, 3, 4, 5]
+    assert_same(vocoder.sound("a"), whole(code2wav, codes(9)))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 25])

@@ -10,7 +10,16 @@ from msgspec import inspect as mi
 from omnistage.errors import TransportError
 from omnistage.transport.codec import INLINE_BYTES, ITEM_BYTES, Codec, SlotReference, TensorReference
 from omnistage.transport.exchange import tensors_of
-from omnistage.transport.messages import Abort, AnyMessage, Chunk, Configure, RequestKey, StepReport, Submit
+from omnistage.transport.messages import (
+    Abort,
+    AnyMessage,
+    Chunk,
+    Chunks,
+    Configure,
+    RequestKey,
+    StepReport,
+    Submit,
+)
 from omnistage.types import HostTensor, Media, Payload, PortType
 
 MESSAGE_TYPES = get_args(AnyMessage)
@@ -94,7 +103,11 @@ def test_only_chunks_and_reports_carry_tensors():
         inner += [*getattr(kind, "types", ()), *getattr(kind, "item_types", ())]
         return any(map(holds_tensor, inner))
 
-    assert {kind for kind in MESSAGE_TYPES if holds_tensor(mi.type_info(kind))} == {Chunk, StepReport}
+    assert {kind for kind in MESSAGE_TYPES if holds_tensor(mi.type_info(kind))} == {
+        Chunk,
+        Chunks,
+        StepReport,
+    }
 
 
 def test_tensors_of_finds_them_all(make_chunk):

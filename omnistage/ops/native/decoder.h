@@ -240,7 +240,7 @@ class Decode {
       }
     }
     T* out = attended_.data() + row * attended_size_ + head * group * D;
-    for (long i = 0; i < group * D; ++i) out[i] = from_float<T>(sums[i]);
+    round_row(sums, out, group * D);
   }
 
   static const T* at(const Step& step, const T* pages, const int64_t* table, long position, long stride) {
@@ -284,9 +284,9 @@ class Decode {
                          [&](long m, const float* sums) {
                            const long begin = panel * kPanel / 2;
                            const long width = std::min<long>(kPanel / 2, gated.size - begin);
-                           T* target = act_.data() + (first + m) * middle_ + begin;
-                           for (long n = 0; n < width; ++n)
-                             target[n] = from_float<T>(silu(sums[n]) * sums[kPanel / 2 + n]);
+                           float middle[kPanel / 2];
+                           gate(sums, middle);
+                           round_row(middle, act_.data() + (first + m) * middle_ + begin, width);
                          });
     }, thread, threads);
 #pragma omp barrier

@@ -1,4 +1,5 @@
 // The functions that Python calls.  dtype: 0 float32, 1 bfloat16.
+#include "attention.h"
 #include "frames.h"
 
 using omnistage::bfloat16;
@@ -42,6 +43,28 @@ void omnistage_linear(long dtype, long threads, long M, long N, long K, long is_
     omnistage::linear(threads, static_cast<const float*>(x), ldx, M, static_cast<const float*>(packed), N, K,
                       static_cast<const float*>(bias), static_cast<const float*>(residual),
                       static_cast<float*>(out), ldo, is_gated);
+  }
+}
+
+void omnistage_snake(long dtype, long threads, long rows, long channels, const void* x, long ldx, const void* alpha,
+                     const void* gain, void* out, long ldo) {
+  if (dtype) {
+    omnistage::snake(threads, rows, channels, static_cast<const bfloat16*>(x), ldx, static_cast<const bfloat16*>(alpha),
+                     static_cast<const bfloat16*>(gain), static_cast<bfloat16*>(out), ldo);
+  } else {
+    omnistage::snake(threads, rows, channels, static_cast<const float*>(x), ldx, static_cast<const float*>(alpha),
+                     static_cast<const float*>(gain), static_cast<float*>(out), ldo);
+  }
+}
+
+void omnistage_attention(long dtype, long threads, const omnistage::Attention* shape, const void* query,
+                         const void* key, const void* value, void* output) {
+  if (dtype) {
+    omnistage::attention(threads, *shape, static_cast<const bfloat16*>(query), static_cast<const bfloat16*>(key),
+                         static_cast<const bfloat16*>(value), static_cast<bfloat16*>(output));
+  } else {
+    omnistage::attention(threads, *shape, static_cast<const float*>(query), static_cast<const float*>(key),
+                         static_cast<const float*>(value), static_cast<float*>(output));
   }
 }
 

@@ -101,8 +101,10 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.omnistage_packed_bytes.argtypes = [long] * 3
     loaded.omnistage_pack.argtypes = [long] * 4 + [pointer] * 2
     loaded.omnistage_linear.argtypes = [long] * 6 + [pointer, long] + [pointer] * 4
+    loaded.omnistage_snake.argtypes = [long] * 4 + [pointer, long, pointer, pointer, pointer, long]
+    loaded.omnistage_attention.argtypes = [long] * 2 + [pointer] * 5
     loaded.omnistage_decode.argtypes = [long] * 2 + [pointer] * 2
     loaded.omnistage_predict.argtypes = [long] * 2 + [pointer, long] + [pointer] * 8
-    for name in ("pack", "linear", "decode", "predict"):
+    for name in ("pack", "linear", "snake", "attention", "decode", "predict"):
         getattr(loaded, f"omnistage_{name}").restype = None
     return loaded

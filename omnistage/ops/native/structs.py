@@ -57,6 +57,21 @@ class Predictor(Structure):
     )
 
 
+class Strides(Structure):
+    """Values between segments, rows and heads."""
+
+    _fields_ = tuple((name, c_long) for name in ("segment", "row", "head"))
+
+
+class Attention(Structure):
+    _fields_ = (
+        *((name, c_long) for name in ("segments", "num_queries", "num_keys", "num_heads", "num_kv_heads")),
+        *((name, c_long) for name in ("head_dim", "offset")),
+        ("scale", c_float),
+        *((name, Strides) for name in ("query", "key", "value", "output")),
+    )
+
+
 class Sampling(Structure):
     _fields_ = tuple((name, c_void_p) for name in ("temperature", "top_k", "top_p", "uniforms"))
 

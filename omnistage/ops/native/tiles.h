@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <vector>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -72,11 +73,54 @@ long panel_size(long K) {  // values
 
 inline long num_panels(long N) { return (N + kPanel - 1) / kPanel; }
 
+// Rounds `count` floats.
+inline void round_row(const float* source, float* target, long count) {
+  std::memcpy(target, source, count * sizeof(float));
+}
+
+inline void round_row(const float* source, bfloat16* target, long count) {
+  long i = 0;
+#ifdef __AVX512BF16__
+  for (; i + 16 <= count; i += 16) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(source + i));
+    std::memcpy(target + i, &rounded, 32);
+  }
+#endif
+  for (; i < count; ++i) target[i] = from_float<bfloat16>(source[i]);
+}
+
 // Writes row `source` [K] as output `column` of a panel.
-template <class T>
-void pack_row(const T* source, long K, T* panel, long column) {
-  constexpr long U = Group<T>::U;
-  for (long k = 0; k < K; ++k) panel[(k / U) * kPanel * U + column * U + k % U] = source[k];
+inline void pack_row(const float* source, long K, float* panel, long column) {
+  for (long k = 0; k < K; ++k) panel[k * kPanel + column] = source[k];
+}
+
+inline void pack_row(const bfloat16* source, long K, bfloat16* panel, long column) {
+  for (long pair = 0; pair < K / 2; ++pair) std::memcpy(panel + (pair * kPanel + column) * 2, source + pair * 2, 4);
+  if (K % 2) panel[(K / 2 * kPanel + column) * 2] = source[K - 1];
+}
+
+// Writes row `source` [width] as input k of the outputs of a panel.
+inline void pack_column(const float* source, long width, float* panel, long k) {
+  std::memcpy(panel + k * kPanel, source, width * sizeof(float));
+}
+
+inline void pack_column(const bfloat16* source, long width, bfloat16* panel, long k) {
+  bfloat16* target = panel + k / 2 * kPanel * 2 + k % 2;
+  for (long n = 0; n < width; ++n) target[n * 2] = source[n];
+}
+
+// Two rows as inputs k and k + 1, k even.
+inline void pack_columns(const bfloat16* first, const bfloat16* second, long width, bfloat16* panel, long k) {
+  bfloat16* target = panel + k / 2 * kPanel * 2;
+#pragma omp simd
+  for (long n = 0; n < width; ++n) {
+    const uint32_t pair = first[n].bits | uint32_t(second[n].bits) << 16;
+    std::memcpy(target + n * 2, &pair, 4);
+  }
+}
+inline void pack_columns(const float* first, const float* second, long width, float* panel, long k) {
+  pack_column(first, width, panel, k);
+  pack_column(second, width, panel, k + 1);
 }
 
 inline Vector broadcast(float value) {
@@ -160,7 +204,8 @@ void rows_by_panel(const T* const* rows, long M, long K, const T* panel, Use&& u
 
 // A good approximation of exp (Cephes' polynomial, about 2 ulp) that compilers can vectorise.
 inline float fast_exp(float x) {
-  x = std::min(88.0f, std::max(-87.3f, x));
+  x = x > 88.0f ? 88.0f : x;  // so written, NaN stays NaN
+  x = x < -87.3f ? -87.3f : x;
   float n = std::nearbyint(x * 1.44269504f);
   float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.9875691500e-4f;
@@ -177,6 +222,26 @@ inline float fast_exp(float x) {
 }
 
 inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+
+// Of a panel of 32 gates and 32 ups: silu(gate) * up.
+inline void gate(const float* sums, float* middle) {
+#pragma omp simd
+  for (long n = 0; n < kPanel / 2; ++n) middle[n] = silu(sums[n]) * sums[kPanel / 2 + n];
+}
+
+// The square has period pi; within half a period Taylor's terms up to the eleventh err by 6e-8.
+inline float sine_squared(float x) {
+  const float n = std::nearbyint(x * 0.318309886f);
+  const float r = (x - n * 3.140625f) - n * 9.67653589793e-4f;
+  const float s = r * r;
+  float p = -2.50521084e-8f;
+  p = p * s + 2.75573192e-6f;
+  p = p * s - 1.98412698e-4f;
+  p = p * s + 8.33333333e-3f;
+  p = p * s - 1.66666667e-1f;
+  const float sine = r + r * s * p;
+  return sine * sine;
+}
 
 struct Share {  // what of [0, total) is this thread's
   long first, last;
@@ -204,19 +269,19 @@ void linear(long threads, const T* x, long ldx, long M, const T* packed, long N,
           const long row = begin + m;
           if (is_gated) {
             const long width = std::min<long>(kPanel / 2, N / 2 - panel * kPanel / 2);
-            T* target = out + row * ldo + panel * kPanel / 2;
-            for (long n = 0; n < width; ++n)
-              target[n] = from_float<T>(silu(sums[n]) * sums[kPanel / 2 + n]);
+            float middle[kPanel / 2];
+            gate(sums, middle);
+            round_row(middle, out + row * ldo + panel * kPanel / 2, width);
             return;
           }
           const long width = std::min(kPanel, N - panel * kPanel), first = panel * kPanel;
-          T* target = out + row * ldo + first;
-          for (long n = 0; n < width; ++n) {
-            float value = sums[n];
-            if (bias) value += to_float(bias[first + n]);
-            if (residual) value += to_float(residual[row * N + first + n]);
-            target[n] = from_float<T>(value);
-          }
+          float values[kPanel];
+          std::memcpy(values, sums, sizeof values);
+          if (bias)
+            for (long n = 0; n < width; ++n) values[n] += to_float(bias[first + n]);
+          if (residual)
+            for (long n = 0; n < width; ++n) values[n] += to_float(residual[row * N + first + n]);
+          round_row(values, out + row * ldo + first, width);
         });
       }
     }
@@ -230,7 +295,36 @@ void norm_row(const float* x, const T* weight, long size, float eps, T* out) {
 #pragma omp simd reduction(+ : squares)
   for (long i = 0; i < size; ++i) squares += x[i] * x[i];
   const float scale = 1.0f / std::sqrt(squares / float(size) + eps);
-  for (long i = 0; i < size; ++i) out[i] = from_float<T>(x[i] * scale * to_float(weight[i]));
+  float block[kPanel];
+  for (long begin = 0; begin < size; begin += kPanel) {
+    const long width = std::min(kPanel, size - begin);
+    for (long i = 0; i < width; ++i) block[i] = x[begin + i] * scale * to_float(weight[begin + i]);
+    round_row(block, out + begin, width);
+  }
+}
+
+// out = x + (sin(alpha x) * gain)^2, per channel.  x, out: [rows, channels], may be the same.
+template <class T>
+void snake(long threads, long rows, long channels, const T* x, long ldx, const T* alpha, const T* gain, T* out,
+           long ldo) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Share mine(rows, omp_get_thread_num(), omp_get_num_threads());
+    std::vector<float> a(channels), g(channels), y(channels);
+    for (long c = 0; c < channels; ++c) {
+      a[c] = to_float(alpha[c]);
+      g[c] = to_float(gain[c]) * to_float(gain[c]);
+    }
+    for (long row = mine.first; row < mine.last; ++row) {
+      const T* source = x + row * ldx;
+#pragma omp simd
+      for (long c = 0; c < channels; ++c) {
+        const float value = to_float(source[c]);
+        y[c] = value + sine_squared(value * a[c]) * g[c];
+      }
+      round_row(y.data(), out + row * ldo, channels);
+    }
+  }
 }
 
 }  // namespace omnistage

@@ -232,6 +232,14 @@ def text_only(omni: Omni) -> float:
     return time.perf_counter() - started
 
 
+def _pair(alone: Omni, omni: Omni, turn: int) -> tuple[float, float]:
+    """Seconds of the same request on both, by turns one or the other first."""
+    if turn % 2:
+        second = text_only(omni)
+        return text_only(alone), second
+    return text_only(alone), text_only(omni)
+
+
 def apart(function: Callable[..., float], *arguments: Any) -> float:
     """The result of a call in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -261,7 +269,7 @@ def measure(directory: str, dtype: str, rounds: int) -> list[Row]:
     ):
         for each in (omni, alone):
             text_only(each)
-        pairs = [(text_only(alone), text_only(omni)) for _ in range(3 * rounds)]
+        pairs = [_pair(alone, omni, turn) for turn in range(8 * rounds)]
     rates = {batch: apart(engine_talker, directory, dtype, batch) for batch in (1, 8)}
     one, rate = statistics.median(theirs), statistics.median(their_rate)
     ours, sound, eights = (statistics.median(times) for times in (whole, first, together))

@@ -104,6 +104,23 @@ class NativeDecoder:
         )
         return result, captured
 
+    def mlp(self, layer: int, normed: Tensor, residual: Tensor) -> Tensor:
+        """residual + the MLP of one layer, for any number of rows.  Both [num_rows, hidden], contiguous."""
+        native = library()
+        assert native is not None
+        result = torch.empty_like(residual)
+        native.omnistage_mlp(
+            DTYPES[self._dtype],
+            torch.get_num_threads(),
+            ctypes.byref(self.model),
+            layer,
+            normed.shape[0],
+            normed.data_ptr(),
+            residual.data_ptr(),
+            result.data_ptr(),
+        )
+        return result
+
     def _layer(self, layer: Block) -> Layer:
         attention, mlp = layer.attention, layer.mlp
         experts = mlp.experts if isinstance(mlp, Mixture) else [mlp]

@@ -162,10 +162,13 @@ class TextLayer:
     mlp: GatedMLP | Mixture
     eps: float
 
-    def __call__(self, hidden: Tensor, cosine: Tensor, sine: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """hidden: [num_tokens, hidden_size], left unchanged.  Returns the same shape."""
+    def attend(self, hidden: Tensor, cosine: Tensor, sine: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Attention.  hidden: [num_tokens, hidden_size], left unchanged.  Returns the same shape."""
         normed = rms_norm(hidden, self.attention_norm, self.eps)
-        hidden = self.attention(normed, hidden, cosine, sine, metadata)
+        return self.attention(normed, hidden, cosine, sine, metadata)
+
+    def think(self, hidden: Tensor) -> Tensor:
+        """The MLP.  hidden as of `attend`."""
         return self.mlp(rms_norm(hidden, self.mlp_norm, self.eps), hidden)
 
 
@@ -225,7 +228,8 @@ class TextLayers:
             return hidden, self.normalise(captured) if is_last and captured is not None else captured
         captured = hidden if capture_layer == 0 else None
         for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, *rotation, metadata)
+            hidden = layer.attend(hidden, *rotation, metadata)
+            hidden = layer.think(hidden) if self.native is None else self._think(self.native, index, hidden)
             if capture_layer == index + 1:
                 captured = hidden
             if deepstack is not None and index < len(deepstack.features):
@@ -234,6 +238,13 @@ class TextLayers:
         if capture_layer == len(self._layers):
             captured = self.normalise(hidden)
         return hidden, captured
+
+    def _think(self, native: NativeDecoder, index: int, hidden: Tensor) -> Tensor:
+        """The MLP of layer `index`, its experts in one call."""
+        layer = self._layers[index]
+        if not isinstance(layer.mlp, Mixture):
+            return layer.think(hidden)
+        return native.mlp(index, rms_norm(hidden, layer.mlp_norm, layer.eps), hidden.contiguous())
 
     def normalise(self, hidden: Tensor) -> Tensor:
         """The final norm.  hidden: [num_rows, hidden]."""

@@ -18,7 +18,7 @@ from omnistage.encoders.cache import EncoderCache
 from omnistage.encoders.media import decode_image
 from omnistage.errors import InvalidRequest, OmnistageError
 from omnistage.models.protocols import EncoderModel, VideoFrames
-from omnistage.stages.stage import Outbox, StageContext
+from omnistage.stages.stage import FIRST_OUTPUT_SECONDS, Outbox, StageContext
 from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import Media, Payload, Scalar
 
@@ -99,7 +99,7 @@ class EncoderStage:
         if self._ready:
             return 0.0
         items = self._running or list(self._queued.values())
-        return min((item.arrived for item in items), default=None)
+        return min((item.arrived + FIRST_OUTPUT_SECONDS for item in items), default=None)
 
     def step(self, outbox: Outbox) -> None:
         if self._ready:

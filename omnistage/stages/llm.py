@@ -20,7 +20,7 @@ from omnistage.ops.tensors import to_host
 from omnistage.stages.engine_names import engine_gauges, engine_id
 from omnistage.stages.prompts import PlainPrompts, Prompt, PromptAdapter
 from omnistage.stages.qwen3_handover import HIDDEN
-from omnistage.stages.stage import Outbox, StageContext
+from omnistage.stages.stage import FIRST_OUTPUT_SECONDS, Outbox, StageContext
 from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import FinishReason, Payload, PortType, Scalar, StageKind, Usage
 
@@ -49,7 +49,7 @@ class _Answer:
         self.awaits_export = prompt.has_exports
         reason = message.options.get("forced_finish")
         self.ending = FinishReason(str(reason)) if reason else None
-        self.deadline = time.monotonic()
+        self.deadline = time.monotonic() + FIRST_OUTPUT_SECONDS
 
     @property
     def is_computed(self) -> bool:
@@ -114,7 +114,7 @@ class LlmStage:
             return None
         return min(
             (answer.deadline for answer in self._open.values() if answer.prompt.is_complete),
-            default=time.monotonic() + PREFIX_SECONDS,
+            default=time.monotonic() + FIRST_OUTPUT_SECONDS + PREFIX_SECONDS,
         )
 
     def step(self, outbox: Outbox) -> None:

@@ -111,7 +111,7 @@ def test_only_picked_experts_multiply(num_rows, tmp_path, monkeypatch):
         return SimpleNamespace(gate_up=gate_up, down=mlp.down)
 
     monkeypatch.setattr(
-        mixture, "_experts", [watched(index, mlp) for index, mlp in enumerate(mixture.experts)]
+        mixture, "experts", [watched(index, mlp) for index, mlp in enumerate(mixture.experts)]
     )
     rows = rows_of(num_rows, 48)
     with torch.inference_mode():

@@ -287,3 +287,16 @@ def test_a_failing_build_is_said_and_leaves_nothing(tmp_path, monkeypatch, caplo
     assert native_library.library.__wrapped__() is None
     assert "no such header" in caplog.text
     assert list((tmp_path / "native").iterdir()) == []
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 90])
+def test_experts_of_many_rows_in_one_call(talker, num_rows):
+    """Of a layer with a shared expert."""
+    generator = torch.Generator().manual_seed(6)
+    rows = torch.randn(num_rows, talker.config.hidden_size, generator=generator)
+    residual = torch.randn(num_rows, talker.config.hidden_size, generator=generator)
+    layers = talker._layers
+    with torch.inference_mode():
+        expected = layers._layers[1].mlp(rows, residual)
+        found = layers.native.mlp(1, rows, residual)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

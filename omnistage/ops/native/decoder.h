@@ -120,6 +120,20 @@ class Decode {
 #pragma omp barrier
   }
 
+  // The MLP of one layer alone: out = residual + mlp(normed), all [count, hidden].  Called as `run` is.
+  void run_mlp(const Layer& layer, long count, const T* normed, const T* residual, T* out) {
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const Share values(count * model_.hidden, thread, threads);
+    for (long i = values.first; i < values.last; ++i) {
+      hidden_[i] = to_float(residual[i]);
+      normed_[i] = normed[i];
+    }
+#pragma omp barrier
+    mlp(count, layer, thread, threads);
+#pragma omp barrier
+    round_row(hidden_.data() + values.first, out + values.first, values.last - values.first);
+  }
+
  private:
   void keep(const Step& step, const Share& values) {
     T* captured = static_cast<T*>(step.captured);
@@ -140,17 +154,20 @@ class Decode {
                Use&& use) {
     const T* weights = static_cast<const T*>(packed);
     const Share mine(num_panels(N), thread, threads);
-    const T* rows[kRows];
-    for (long begin = 0; begin < count; begin += kRows) {
-      const long some = std::min<long>(kRows, count - begin);
-      for (long m = 0; m < some; ++m) rows[m] = x + (begin + m) * K;
-      for (long panel = mine.first; panel < mine.last; ++panel)
-        rows_by_panel<T>(rows, some, K, weights + panel * panel_size<T>(K),
-                         [&](long m, const float* sums) {
-                           const long width = std::min(kPanel, N - panel * kPanel);
-                           for (long n = 0; n < width; ++n) use(begin + m, panel * kPanel + n, sums[n]);
-                         });
-    }
+    std::vector<const T*>& rows = pointers(count);
+    for (long m = 0; m < count; ++m) rows[m] = x + m * K;
+    for (long panel = mine.first; panel < mine.last; ++panel)
+      rows_by_panel<T>(rows.data(), count, K, weights + panel * panel_size<T>(K),
+                       [&](long m, const float* sums) {
+                         const long width = std::min(kPanel, N - panel * kPanel);
+                         for (long n = 0; n < width; ++n) use(m, panel * kPanel + n, sums[n]);
+                       });
+  }
+
+  static std::vector<const T*>& pointers(long count) {
+    static thread_local std::vector<const T*> rows;
+    if (long(rows.size()) < count) rows.resize(count);
+    return rows;
   }
 
   // Query or key head: normalised, rotated.
@@ -317,13 +334,10 @@ class Decode {
       const Gated& gated = is_shared ? *layer.shared : layer.experts[expert];
       const long panels = is_first ? (gated.size + kPanel / 2 - 1) / (kPanel / 2) : num_panels(H);
       const Share mine(panels, thread, threads);
-      for (long begin = first; begin < last; begin += kRows) {
-        const long some = std::min<long>(kRows, last - begin);
-        const T* rows[kRows];
-        for (long m = 0; m < some; ++m)
-          rows[m] = is_first ? normed_.data() + picks_[begin + m].row * H : act_.data() + (begin + m) * middle_;
-        use(gated, begin, some, rows, mine);
-      }
+      std::vector<const T*>& rows = pointers(last - first);
+      for (long m = 0; m < last - first; ++m)
+        rows[m] = is_first ? normed_.data() + picks_[first + m].row * H : act_.data() + (first + m) * middle_;
+      use(gated, first, last - first, rows.data(), mine);
       first = last;
     }
   }
@@ -359,6 +373,14 @@ class Decode {
   std::vector<T> normed_, attended_, act_;
   std::vector<Pick> picks_;
 };
+
+template <class T>
+void mixture(long threads, const Model& model, const Layer& layer, long count, const T* normed, const T* residual,
+             T* out) {
+  Decode<T> work(model, count);
+#pragma omp parallel num_threads(threads)
+  work.run_mlp(layer, count, normed, residual, out);
+}
 
 template <class T>
 void decode(long threads, const Model& model, const Step& step) {

@@ -68,6 +68,18 @@ void omnistage_attention(long dtype, long threads, const omnistage::Attention* s
   }
 }
 
+// The MLP of model->layers[layer].  normed, residual, out: [count, hidden].
+void omnistage_mlp(long dtype, long threads, const omnistage::Model* model, long layer, long count, const void* normed,
+                   const void* residual, void* out) {
+  if (dtype) {
+    omnistage::mixture(threads, *model, model->layers[layer], count, static_cast<const bfloat16*>(normed),
+                       static_cast<const bfloat16*>(residual), static_cast<bfloat16*>(out));
+  } else {
+    omnistage::mixture(threads, *model, model->layers[layer], count, static_cast<const float*>(normed),
+                       static_cast<const float*>(residual), static_cast<float*>(out));
+  }
+}
+
 void omnistage_decode(long dtype, long threads, const omnistage::Model* model, const omnistage::Step* step) {
   if (dtype) {
     omnistage::decode<bfloat16>(threads, *model, *step);

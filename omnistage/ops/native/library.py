@@ -104,7 +104,8 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.omnistage_snake.argtypes = [long] * 4 + [pointer, long, pointer, pointer, pointer, long]
     loaded.omnistage_attention.argtypes = [long] * 2 + [pointer] * 5
     loaded.omnistage_decode.argtypes = [long] * 2 + [pointer] * 2
+    loaded.omnistage_mlp.argtypes = [long] * 2 + [pointer] + [long] * 2 + [pointer] * 3
     loaded.omnistage_predict.argtypes = [long] * 2 + [pointer, long] + [pointer] * 8
-    for name in ("pack", "linear", "snake", "attention", "decode", "predict"):
+    for name in ("pack", "linear", "snake", "attention", "mlp", "decode", "predict"):
         getattr(loaded, f"omnistage_{name}").restype = None
     return loaded

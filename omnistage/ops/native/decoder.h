@@ -61,6 +61,8 @@ struct Pick {
   float weight;
 };
 
+constexpr long kGroup = 4;  // query heads that meet a key at once
+
 template <class T>
 class Decode {
  public:
@@ -98,17 +100,18 @@ class Decode {
       if (step.captured && step.capture_layer == index) keep(step, values);
       norms(step.count, layer.attention_norm, thread, threads);
       product(step.count, normed_.data(), H, layer.qkv, qkv_size_, thread, threads,
-              [&](long row, long n, float value) {
-                if (layer.qkv_bias) value += to_float(static_cast<const T*>(layer.qkv_bias)[n]);
-                qkv_[row * qkv_size_ + n] = value;
+              [&](long row, long first, long width, const float* sums) {
+                store(qkv_.data() + row * qkv_size_ + first, layer.qkv_bias, first, width, sums);
               });
 #pragma omp barrier
       attention(step, layer, index, thread, threads);
 #pragma omp barrier
       product(step.count, attended_.data(), attended_size_, layer.output, H, thread, threads,
-              [&](long row, long n, float value) {
-                if (layer.output_bias) value += to_float(static_cast<const T*>(layer.output_bias)[n]);
-                hidden_[row * H + n] += value;
+              [&](long row, long first, long width, const float* sums) {
+                float values[kPanel];
+                store(values, layer.output_bias, first, width, sums);
+                float* target = hidden_.data() + row * H + first;
+                for (long n = 0; n < width; ++n) target[n] += values[n];
               });
 #pragma omp barrier
       norms(step.count, layer.mlp_norm, thread, threads);
@@ -148,7 +151,15 @@ class Decode {
 #pragma omp barrier
   }
 
-  // Calls use(row, n, sum) for this thread's outputs n of rows [count, K].
+  // target = sums + bias[first ...]
+  static void store(float* target, const void* bias, long first, long width, const float* sums) {
+    const T* terms = static_cast<const T*>(bias);
+    if (!terms) std::copy(sums, sums + width, target);
+    else
+      for (long n = 0; n < width; ++n) target[n] = sums[n] + to_float(terms[first + n]);
+  }
+
+  // Calls use(row, first output, number of outputs, sums) for this thread's panels and rows [count, K].
   template <class Use>
   void product(long count, const T* x, long K, const void* packed, long N, int thread, int threads,
                Use&& use) {
@@ -159,8 +170,7 @@ class Decode {
     for (long panel = mine.first; panel < mine.last; ++panel)
       rows_by_panel<T>(rows.data(), count, K, weights + panel * panel_size<T>(K),
                        [&](long m, const float* sums) {
-                         const long width = std::min(kPanel, N - panel * kPanel);
-                         for (long n = 0; n < width; ++n) use(m, panel * kPanel + n, sums[n]);
+                         use(m, panel * kPanel, std::min(kPanel, N - panel * kPanel), sums);
                        });
   }
 
@@ -232,32 +242,49 @@ class Decode {
     float* scores = sums + group * D;
     for (long g = 0; g < group; ++g)
       prepare_head(qkv + (head * group + g) * D, layer.query_norm, cosine, sine, query + g * D);
-    const float scale = 1.0f / std::sqrt(float(D));
     const int64_t* table = step.tables + row * step.table_width;
-    const long stride = 2 * kv_heads * D;
-    for (long position = 0; position < length; ++position) {
-      const T* key = at(step, pages, table, position, stride) + head * D;
-      for (long g = 0; g < group; ++g) {
-        float dot = 0.0f;
-        const float* q = query + g * D;
-#pragma omp simd reduction(+ : dot)
-        for (long d = 0; d < D; ++d) dot += q[d] * to_float(key[d]);
-        scores[g * length + position] = dot * scale;
-      }
-    }
-    for (long g = 0; g < group; ++g) softmax(scores + g * length, length);
-    std::fill(sums, sums + group * D, 0.0f);
-    for (long position = 0; position < length; ++position) {
-      const T* value = at(step, pages, table, position, stride) + (kv_heads + head) * D;
-      for (long g = 0; g < group; ++g) {
-        const float weight = scores[g * length + position];
-        float* sum = sums + g * D;
-#pragma omp simd
-        for (long d = 0; d < D; ++d) sum[d] += weight * to_float(value[d]);
+    for (long g = 0; g < group; g += kGroup) {
+      const long some = std::min(kGroup, group - g);
+      float* q = query + g * D;
+      float* s = scores + g * length;
+      switch (some) {
+        case 1: mix<1>(step, pages, table, head, length, q, s, sums + g * D); break;
+        case 2: mix<2>(step, pages, table, head, length, q, s, sums + g * D); break;
+        case 3: mix<3>(step, pages, table, head, length, q, s, sums + g * D); break;
+        default: mix<4>(step, pages, table, head, length, q, s, sums + g * D);
       }
     }
     T* out = attended_.data() + row * attended_size_ + head * group * D;
     round_row(sums, out, group * D);
+  }
+
+  // Attention of G query heads to one key head: scores [G, length], sums [G, head_dim].
+  template <int G>
+  void mix(const Step& step, const T* pages, const int64_t* table, long head, long length, const float* query,
+           float* scores, float* sums) {
+    const long D = model_.head_dim, kv_heads = model_.num_kv_heads, stride = 2 * kv_heads * D;
+    const float scale = 1.0f / std::sqrt(float(D));
+    for (long position = 0; position < length; ++position) {
+      const T* key = at(step, pages, table, position, stride) + head * D;
+      Vector dots[G];
+      for (int g = 0; g < G; ++g) dots[g] = broadcast(0.0f);
+      for (long d = 0; d < D; d += 16) {
+        const Vector k = load(key + d, D - d);
+        for (int g = 0; g < G; ++g) dots[g] += load(query + g * D + d, D - d) * k;
+      }
+      for (int g = 0; g < G; ++g) scores[g * length + position] = total(dots[g]) * scale;
+    }
+    for (int g = 0; g < G; ++g) softmax(scores + g * length, length);
+    for (long d = 0; d < D; d += 16) {
+      Vector mixed[G];
+      for (int g = 0; g < G; ++g) mixed[g] = broadcast(0.0f);
+      for (long position = 0; position < length; ++position) {
+        const Vector v = load(at(step, pages, table, position, stride) + (kv_heads + head) * D + d, D - d);
+        for (int g = 0; g < G; ++g) mixed[g] += broadcast(scores[g * length + position]) * v;
+      }
+      const long width = std::min(16L, D - d);
+      for (int g = 0; g < G; ++g) std::memcpy(sums + g * D + d, &mixed[g], width * sizeof(float));
+    }
   }
 
   static const T* at(const Step& step, const T* pages, const int64_t* table, long position, long stride) {
@@ -282,7 +309,9 @@ class Decode {
     if (layer.router) {
       const long E = model_.num_experts, outputs = E + (layer.shared ? 1 : 0);
       product(count, normed_.data(), model_.hidden, layer.router, outputs, thread, threads,
-              [&](long row, long n, float value) { scores_[row * (E + 1) + n] = value; });
+              [&](long row, long first, long width, const float* sums) {
+                std::copy(sums, sums + width, scores_.begin() + row * (E + 1) + first);
+              });
 #pragma omp barrier
 #pragma omp single
       choose(count, layer);

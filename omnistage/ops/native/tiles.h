@@ -12,7 +12,7 @@
 #include <omp.h>
 #include <vector>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -23,6 +23,7 @@ constexpr int kRows = 6;  // of a register tile: 24 accumulators, 4 weights, a b
 
 typedef float Vector __attribute__((vector_size(64)));
 typedef int32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
 
 struct bfloat16 {
   uint16_t bits;
@@ -132,6 +133,33 @@ inline Vector load(const float* p) {
   Vector v;
   std::memcpy(&v, p, 64);
   return v;
+}
+
+inline Vector load(const bfloat16* p) {
+  Halves halves;
+  std::memcpy(&halves, p, 32);
+  return (Vector)(__builtin_convertvector(halves, Bits) << 16);
+}
+
+// The first `count` of sixteen values, zeros behind them.
+template <class T>
+Vector load(const T* p, long count) {
+  if (count >= 16) return load(p);
+  T values[16] = {};
+  std::copy(p, p + count, values);
+  return load(values);
+}
+
+inline float total(Vector v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float lanes[16];
+  std::memcpy(lanes, &v, 64);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+#endif
 }
 
 inline void multiply_add(Vector& sum, float x, const float* w) { sum += broadcast(x) * load(w); }

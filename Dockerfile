@@ -8,6 +8,11 @@ ENV OMNISTAGE_HOME=/weights \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONUNBUFFERED=1
 
+# The compiler builds the CPU kernels for the machine the container runs on, at the first start.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+
 RUN useradd --create-home --uid 10001 omnistage \
     && install --directory --owner=omnistage --group=omnistage /weights
 

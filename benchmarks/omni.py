@@ -1,6 +1,6 @@
 """Qwen3-Omni against transformers on one checkpoint, in one run: picture in, text and speech out.
 
-    python benchmarks/omni.py MODEL_DIR [--dtype bfloat16 float32] [--rounds 3] [--check]
+    python benchmarks/omni.py [MODEL_DIR] [--dtype bfloat16 float32] [--rounds 3] [--check]
 
 Prints a Markdown table.  Both sides have the same weights, dtype, questions and token counts, greedy;
 end tokens are ignored, so that lengths are fixed.  The reference has 2 threads and the machine to
@@ -299,11 +299,14 @@ def measure(directory: str, dtype: str, rounds: int) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="directory of a Qwen3-Omni checkpoint")
+    parser.add_argument("model", nargs="?", help="directory of a Qwen3-Omni checkpoint")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
+    if options.model is None:
+        print("needs the directory of a Qwen3-Omni checkpoint; this project brings none", file=sys.stderr)
+        return 0
     print("| what | transformers | omnistage | ratio | reach |\n|---|---|---|---|---|", flush=True)
     short: list[Row] = []
     for dtype in options.dtype:

@@ -72,7 +72,7 @@ def test_a_published_omni_model(qwen3_omni_dir):
     assert spec.model == str(qwen3_omni_dir)
     assert spec.device_memory == {"cpu": 8 * GIB}
     talking = spec.edges[-1]
-    assert (talking.first_chunk, talking.chunk, talking.credits) == (4, 25, None)
+    assert (talking.first_chunk, talking.chunk, talking.credits) == (2, 25, None)
     assert choice.plan is not None
     assert choice.plan.problems == ()
 

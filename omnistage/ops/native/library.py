@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
         return None
     compiler = _compiler()
     if compiler is None:
-        logger.info("no C++ compiler was found; torch computes everything, at a lower speed")
+        logger.warning("no C++ compiler was found; torch computes everything, at a lower speed")
         return None
     try:
         target = omnistage_home() / "native" / f"{_digest(compiler)}.so"

@@ -153,7 +153,8 @@ class TalkerStage:
         token_ids = payload.token_ids
         if chunk.is_last:
             speech.finish = FinishReason(str(payload.info.get("finish_reason", FinishReason.STOP)))
-            is_alone = len(speech.unspoken) < NUM_LEADING_IDS and not speech.is_begun
+            num_others = len(speech.unspoken) + len(token_ids) - 1
+            is_alone = num_others < NUM_LEADING_IDS and not speech.is_begun
             # The last token is never spoken (as in the reference), unless it is all there is to say.
             if not (is_alone and speech.finish is FinishReason.LENGTH):
                 token_ids = token_ids[:-1]

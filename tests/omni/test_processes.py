@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -56,6 +57,33 @@ async def test_a_worker_killed_midway_changes_no_answer(stage, kind, pipeline, q
         assert_equals_reference(answer, qwen3_omni_dir, case)
     assert killed
     assert sum(answer.done.replays for answer in heard) >= 1
+    await until(lambda: replica.pid not in (0, victim), lambda: f"{stage} was not restarted")
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
+@pytest.mark.parametrize("max_tokens", [2, 9])
+async def test_a_worker_killed_after_the_text_changes_no_sound(stage, max_tokens, pipeline, qwen3_omni_dir):
+    """Cut text, sampled speech that goes on long after it: the replay hears the whole text at once."""
+
+    def request(name):
+        talker = {"temperature": 0.9, "top_k": 50, "max_tokens": 70}
+        fields = {"max_tokens": max_tokens, "talker": talker, "seed": 1}
+        return question(qwen3_omni_dir, "text", name=f"{name}-{stage}-{max_tokens}", **fields)
+
+    expected = await ask(pipeline, request("whole"))
+    (replica,) = pipeline.orchestrator.replicas.by_stage[stage]
+    victim, killed = replica.pid, []
+
+    def kill(heard):
+        if not killed and heard.order.count("audio") == 3:
+            killed.append(victim)
+            os.kill(victim, signal.SIGKILL)
+
+    heard = await ask(pipeline, request("killed"), kill)
+    assert killed
+    assert heard.token_ids == expected.token_ids
+    assert heard.sound.shape == expected.sound.shape
+    np.testing.assert_allclose(heard.sound, expected.sound, atol=1e-5, rtol=0)
     await until(lambda: replica.pid not in (0, victim), lambda: f"{stage} was not restarted")
 
 

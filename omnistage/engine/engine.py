@@ -212,6 +212,11 @@ class Engine:
                 outputs += fresh if self._frames is None else self._with_frames(fresh, hidden)
         return outputs
 
+    @property
+    def max_rows(self) -> int:
+        """Rows that prompt and answer of one request may have: max_model_len, or what the cache holds."""
+        return self._max_rows
+
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._scheduler.running),

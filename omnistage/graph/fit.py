@@ -24,7 +24,7 @@ def fit_caches(spec: PipelineSpec, plan: Plan, *, budget: int, given: Collection
     here = {row.stage for row in rows}
     needs = {
         llm.stage: CacheNeed(
-            bytes_per_token=llm.bytes_per_token,
+            bytes_per_token=llm.held_per_token,
             max_model_len=llm.max_model_len,
             max_num_seqs=spec.stages[llm.stage].max_num_seqs,
             replicas=spec.stages[llm.stage].replicas,

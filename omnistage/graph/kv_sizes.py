@@ -17,7 +17,8 @@ MIN_CONTEXT = 1024  # tokens of a request, below which a longer one is worth mor
 class CacheNeed:
     """What the caches of one stage are for.
 
-    bytes_per_token: of one token's keys and values.  max_model_len: tokens.
+    bytes_per_token: of one token's keys and values, and of what is exported beside them.
+    max_model_len: tokens.
     max_num_seqs: requests computed together by one of the replicas.
     """
 

@@ -85,6 +85,11 @@ class LlmCapacity:
     batch_rate: float | None
     request_rate: float | None
 
+    @property
+    def held_per_token(self) -> int:
+        """Bytes of the KV cache that one token takes: exported hidden states lie beside keys and values."""
+        return self.bytes_per_token + self.exported_per_token
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -218,7 +223,7 @@ def _llm_capacity(
     system, then turns the concurrency into a sustained rate of requests.
     """
     per_token = kv_bytes_per_rank(stage, shape)
-    blocks = stage.kv_cache // (BLOCK_SIZE * per_token)
+    blocks = stage.kv_cache // (BLOCK_SIZE * (per_token + exported))
     blocks_each = -(-load.mean_length // BLOCK_SIZE)
     concurrency = min(stage.max_num_seqs, blocks // blocks_each)
     bandwidth = min((load.bandwidth.get(device, 0.0) for device in stage.devices_of(0)), default=0.0)
@@ -272,7 +277,7 @@ def _length_problems(spec: PipelineSpec, llms: list[LlmCapacity]) -> list[str]:
     return [
         f"stage {llm.stage} holds {llm.tokens} tokens in a KV cache of"
         f" {size_text(spec.stages[llm.stage].kv_cache)}, fewer than its max_model_len {length};"
-        f" raise kv_cache to {length * llm.bytes_per_token} bytes or lower max_model_len"
+        f" raise kv_cache to {length * llm.held_per_token} bytes or lower max_model_len"
         for llm in llms
         if (length := spec.stages[llm.stage].max_model_len) is not None and llm.tokens < length
     ]

@@ -30,6 +30,10 @@ from omnistage.graph.fields import (
 from omnistage.types import PortType, Scalar, StageKind
 
 _NAME = Text(NAME_PATTERN, "a letter followed by letters, digits, '_' or '-' (at most 64)")
+_PIPELINE_NAME = Text(
+    r"[A-Za-z](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9_])?",
+    "a letter followed by letters, digits, '_', '.' or '-' (at most 64)",
+)
 _OPTION_NAME = Text(OPTION_PATTERN, "a name of letters, digits, '_' or '-'")
 _DEVICE = Text(DEVICE_PATTERN, "a device, cpu or cuda:N")
 _PATH = Text(r"(?!/)(?!(?:.*/)?\.\.(?:/|$))[^\x00-\x1f\x7f]+", "a folder name inside the model")
@@ -275,7 +279,9 @@ class EdgeSpec:
 class PipelineSpec:
     """A graph, the model it serves and its deployment options."""
 
-    name: str = field(metadata=described(_NAME, "Name of the pipeline; clients see it as the model's name."))
+    name: str = field(
+        metadata=described(_PIPELINE_NAME, "Name of the pipeline; clients see it as the model's name.")
+    )
     model: str = field(
         default="",
         metadata=described(

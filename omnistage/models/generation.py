@@ -35,7 +35,7 @@ class Setting:
 _MOST = 2**31 - 1
 # What a pipeline file and a request may set of one stage.
 SETTINGS: dict[str, Setting] = {
-    "temperature": Setting(float, 0),
+    "temperature": Setting(float, 0, 2),
     "top_k": Setting(int, -1, _MOST),
     "top_p": Setting(float, 0, 1, is_above=True),
     "min_p": Setting(float, 0, 1),

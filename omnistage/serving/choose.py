@@ -105,10 +105,10 @@ def model_name(directory: Path, source: str) -> str:
         resolved = directory.resolve()
         in_cache = resolved.parent.name == "snapshots"  # .../models--ORG--NAME/snapshots/REVISION
         name = resolved.parent.parent.name.rpartition("--")[2] if in_cache else resolved.name
-    name = re.sub(r"[^A-Za-z0-9_-]", "-", name)
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", name)
     if not name[:1].isalpha():
         name = f"model-{name}"
-    return name[:64].rstrip("-")
+    return name[:64].rstrip("-.")
 
 
 def _model_directory(source: str | Path, obtain: Obtain) -> Path | None:
@@ -141,7 +141,7 @@ class _Model:
     """A published model that is being given a pipeline."""
 
     def __init__(self, directory: Path, source: str) -> None:
-        self._directory = directory
+        self._directory = directory.resolve()
         self._name = model_name(directory, source)
         self._config = read_config(directory / "config.json")
         self._built_in = self._pipeline()

@@ -131,7 +131,7 @@ class LlmStage:
     def info(self) -> dict[str, Scalar | list[str]]:
         return {
             "kv_blocks": self._engine.stats().blocks_total,
-            "max_model_len": self._engine.config.max_model_len,
+            "max_model_len": self._engine.max_rows,
             "weight_bytes": self._engine.weight_bytes,
         }
 

@@ -45,6 +45,8 @@ def _engine_config(
         kv_bytes=spec.kv_cache,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,
+        # a long prompt leaves half of each step to others
+        max_prefill_tokens_per_request=max(1, spec.max_num_batched_tokens // 2),
         max_model_len=min(limit, spec.max_model_len or limit),
         enable_prefix_cache=spec.enable_prefix_cache,
         capture_layer=_capture_layer(context, source, whole),

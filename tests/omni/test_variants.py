@@ -10,6 +10,7 @@ import torch
 
 from omnistage.models.qwen3_omni_talker import load_talker
 from omnistage.models.qwen3_omni_thinker import load_thinker
+from omnistage.types import TokenSegment
 from tests.models.qwen3_reference import MAX_CODES, MAX_TOKENS, OMNI_CASES, omni_answer
 from tests.omni.asking import ask, assert_equals_reference, omni_graph, question, running
 
@@ -150,3 +151,23 @@ def test_nothing_is_left_behind(qwen3_omni_dir):
     for stage in ("thinker", "talker"):
         assert gauges[stage]["kv_blocks_used"] == 0
         assert gauges[stage]["requests"] == 0
+
+
+def test_a_long_prompt_leaves_room_for_a_short_one(qwen3_omni_dir):
+    """Half of each step is for others: the short answer is whole before the long prompt is read."""
+    changes = {"thinker": {"max_num_batched_tokens": 16, "max_num_seqs": 8}}
+
+    async def scenario():
+        async with running(omni_graph(qwen3_omni_dir, changes=changes)) as pipeline:
+            long = [TokenSegment(tuple(range(3, 600)) * 3)]
+            slow = question(qwen3_omni_dir, "text", name="long", outputs=("text",), segments=tuple(long))
+            first = asyncio.create_task(ask(pipeline, slow))
+            await asyncio.sleep(0.05)
+            short = await ask(pipeline, question(qwen3_omni_dir, "text", outputs=("text",)))
+            was_first = not first.done()
+            await first
+            return short, was_first
+
+    short, was_first = asyncio.run(scenario())
+    assert short.token_ids == omni_answer(qwen3_omni_dir, "text").tokens
+    assert was_first

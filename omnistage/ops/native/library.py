@@ -41,7 +41,9 @@ def library() -> ctypes.CDLL | None:
         return None
     compiler = _compiler()
     if compiler is None:
-        logger.warning("no C++ compiler was found; torch computes everything, at a lower speed")
+        named = os.environ.get("CXX")
+        lack = f"CXX names {named!r}, which is no program" if named else "there is no C++ compiler"
+        logger.warning("%s; torch computes everything, at a lower speed", lack)
         return None
     try:
         target = omnistage_home() / "native" / f"{_digest(compiler)}.so"

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 NAME_PATTERN = r"[A-Za-z](?:[A-Za-z0-9_-]{0,62}[A-Za-z0-9_])?"
+PIPELINE_NAME_PATTERN = r"[A-Za-z](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9_])?"
 OPTION_PATTERN = r"[A-Za-z_][A-Za-z0-9_-]{0,63}"
 DEVICE_PATTERN = r"cpu|cuda:(?:0|[1-9][0-9]{0,3})"
 

@@ -15,6 +15,7 @@ from omnistage.graph.fields import (
     DEVICE_PATTERN,
     NAME_PATTERN,
     OPTION_PATTERN,
+    PIPELINE_NAME_PATTERN,
     AnyScalar,
     Bytes,
     Choice,
@@ -31,7 +32,7 @@ from omnistage.types import PortType, Scalar, StageKind
 
 _NAME = Text(NAME_PATTERN, "a letter followed by letters, digits, '_' or '-' (at most 64)")
 _PIPELINE_NAME = Text(
-    r"[A-Za-z](?:[A-Za-z0-9_.-]{0,62}[A-Za-z0-9_])?",
+    PIPELINE_NAME_PATTERN,
     "a letter followed by letters, digits, '_', '.' or '-' (at most 64)",
 )
 _OPTION_NAME = Text(OPTION_PATTERN, "a name of letters, digits, '_' or '-'")

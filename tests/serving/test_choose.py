@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from omnistage.errors import PipelineError, WeightsError
 from omnistage.graph import load_pipeline
-from omnistage.graph.fields import NAME_PATTERN
+from omnistage.graph.fields import PIPELINE_NAME_PATTERN
 from omnistage.models.registry import LAYOUTS
 from omnistage.serving.choose import PIPELINES, Wishes, choose_pipeline, model_name
 
@@ -168,7 +168,7 @@ def test_a_name_on_the_hub_goes_through_obtain(qwen3_vl_dir, tmp_path, monkeypat
 )
 def test_the_name_that_clients_see(directory, source, name):
     assert model_name(Path(directory), source) == name
-    assert re.fullmatch(NAME_PATTERN, name)
+    assert re.fullmatch(PIPELINE_NAME_PATTERN, name)
 
 
 # --- what the checkpoint holds

@@ -25,6 +25,7 @@ from omnistage.graph.plan import Plan, check_plan, plan_pipeline
 from omnistage.graph.prune import prune
 from omnistage.models.hub import is_hub_name
 from omnistage.models.registry import available_parts, part_files, resolve_model
+from omnistage.serving.backend_info import check_sampling
 from omnistage.types import StageKind
 
 # model_type of config.json -> built-in pipeline.
@@ -91,8 +92,11 @@ def choose_pipeline(
     asked = wishes or Wishes()
     directory = _model_directory(source, obtain)
     if directory is None:
-        return Choice(_with_wishes(source, asked))
-    return _Model(directory, str(source)).choose(asked)
+        choice = Choice(_with_wishes(source, asked))
+    else:
+        choice = _Model(directory, str(source)).choose(asked)
+    check_sampling(choice.spec)
+    return choice
 
 
 def model_name(directory: Path, source: str) -> str:

@@ -286,3 +286,21 @@ def test_choosing_imports_neither_torch_nor_transformers(qwen3_omni_dir):
         "sys.exit(sorted({'torch', 'transformers'} & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("temprature: 0", "temprature"),
+        ("max_tokens: -5", "max_tokens"),
+        ("top_k: a", "top_k"),
+    ],
+)
+def test_sampling_is_checked_before_anything_starts(setting, message, qwen3_omni_dir, tmp_path):
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        f"name: mine\nmodel: {qwen3_omni_dir}\nstages:\n"
+        f"  thinker: {{kind: llm, part: thinker, sampling: {{{setting}}}}}\noutputs: {{text: thinker}}\n"
+    )
+    with pytest.raises(PipelineError, match=message):
+        choose_pipeline(path)

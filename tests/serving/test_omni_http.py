@@ -14,10 +14,8 @@ import pytest
 
 from omnistage.serving.app import create_app
 from omnistage.types import Media
-from tests.models.qwen3_reference import KINDS, MAX_TOKENS, QUESTION, omni_answer
+from tests.models.qwen3_reference import KINDS, MAX_TOKENS, OMNI_CASES, QUESTION, omni_answer
 from tests.omni.asking import GREEDY_SPEECH, Heard, assert_equals_reference, files_of, omni_graph, running
-
-CASES = ("text", "two_images", "all", "audio_in_video")
 
 
 def part(kind: str, media: Media) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def from_stream(text: str) -> Heard:
     return heard
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OMNI_CASES)
 def test_answers_equal_transformers(qwen3_omni_dir: Path, case: str):
     async def scenario() -> tuple[dict[str, Any], str]:
         async with running(omni_graph(qwen3_omni_dir)) as pipeline:

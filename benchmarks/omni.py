@@ -1,6 +1,6 @@
 """Qwen3-Omni against transformers on one checkpoint, in one run: picture in, text and speech out.
 
-    python benchmarks/omni.py [MODEL_DIR] [--dtype bfloat16 float32] [--rounds 3] [--check]
+    python benchmarks/omni.py [MODEL_DIR] [--dtype bfloat16 float32] [--rounds 3] [--check] [--profile]
 
 Prints a Markdown table.  Both sides have the same weights, dtype, questions and token counts, greedy;
 end tokens are ignored, so that lengths are fixed.  The reference has 2 threads and the machine to
@@ -10,6 +10,8 @@ itself, and so has the server.  Rounds alternate; each row is a median.
 - eight:   eight such requests at once, against the reference one after another;
 - talker:  frames per second at batch 1 and 8, residual codes included, the engine alone;
 - text:    a text-only request through the omni pipeline, against its thinker served alone.
+--profile prints, instead, where the time of one such request goes by stage, and how eight that arrive
+together are heard: first sound, and seconds that a player without a buffer would stall.
 --check exits with 1 and names each row that falls short of its goal.
 """
 
@@ -24,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,7 +37,7 @@ from PIL import Image
 
 from omnistage.graph import Graph
 from omnistage.serving.omni import Omni
-from omnistage.serving.requests import AudioDelta, TextDelta
+from omnistage.serving.requests import AudioDelta, Done, TextDelta
 
 NUM_TOKENS, NUM_FRAMES, THREADS = 32, 40, 2
 QUESTION = "Describe the picture in one short sentence."
@@ -240,6 +242,44 @@ def _pair(alone: Omni, omni: Omni, turn: int) -> tuple[float, float]:
     return text_only(alone), text_only(omni)
 
 
+def profile(directory: str, dtype: str, rounds: int) -> list[str]:
+    """Markdown tables: seconds by stage of one request, and of listening to eight."""
+    with Omni(omni_graph(directory, dtype)) as omni:
+        spoken(omni, 0)
+        by_stage: dict[str, list[float]] = {}
+        for turn in range(1, rounds + 1):
+            started = time.perf_counter()
+            for event in omni.stream(question(turn)):
+                if isinstance(event, Done):
+                    by_stage.setdefault("end to end", []).append(time.perf_counter() - started)
+                    for timing in event.timings:
+                        by_stage.setdefault(timing.stage, []).append(timing.computed)
+        heard: list[tuple[float, float]] = []
+        for turn in range(rounds):
+            with ThreadPoolExecutor(8) as pool:
+                heard += pool.map(functools.partial(listen, omni), range(100 * turn + 100, 100 * turn + 108))
+    rows = [f"| {dtype}, {stage} | {statistics.median(times):.3f} s |" for stage, times in by_stage.items()]
+    first, stalls = (list(values) for values in zip(*heard, strict=True))
+    return [
+        *rows,
+        f"| {dtype}, eight: first sound, median | {statistics.median(first):.2f} s |",
+        f"| {dtype}, eight: stalls, mean / most | {statistics.mean(stalls):.2f} / {max(stalls):.2f} s |",
+    ]
+
+
+def listen(omni: Omni, seed: int) -> tuple[float, float]:
+    """Seconds until the first sound, and those in which nothing is left to play before the end."""
+    started = time.perf_counter()
+    first = played = stalled = 0.0
+    for event in omni.stream(question(seed)):
+        if isinstance(event, AudioDelta):
+            now = time.perf_counter() - started
+            first = first or now
+            stalled += max(0.0, now - played) if played else 0.0
+            played = max(played, now) + len(event.pcm) / event.sample_rate
+    return first, stalled
+
+
 def apart(function: Callable[..., float], *arguments: Any) -> float:
     """The result of a call in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -303,9 +343,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args(arguments)
     if options.model is None:
         print("needs the directory of a Qwen3-Omni checkpoint; this project brings none", file=sys.stderr)
+        return 0
+    if options.profile:
+        print("| where | seconds |\n|---|---|", flush=True)
+        for dtype in options.dtype:
+            print("\n".join(profile(options.model, dtype, options.rounds)), flush=True)
         return 0
     print("| what | transformers | omnistage | ratio | reach |\n|---|---|---|---|---|", flush=True)
     short: list[Row] = []

@@ -6,12 +6,12 @@ import math
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from omnistage.engine.positions import NUM_AXES
 from omnistage.engine.request import EmbeddingRows, EngineConfig, Rows
+from omnistage.engine.runner import FlatTokenModel
 from omnistage.errors import InvalidRequest, PipelineError
 from omnistage.types import SamplingParams
 
@@ -29,25 +29,16 @@ class ModelSizes(Protocol):
     def max_position_embeddings(self) -> int: ...
 
 
-class CheckedModel(Protocol):
-    """What of a model the checks read; see FlatTokenModel."""
+class SizedModel(FlatTokenModel, Protocol):
+    """A model that says what its rows and pages take."""
 
     @property
     def config(self) -> ModelSizes: ...
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def num_position_axes(self) -> int: ...
-
-    @property
-    def num_open_layers(self) -> int: ...
-
     def kv_bytes_per_block(self, block_size: int) -> int: ...
 
 
-def num_kv_blocks(model: CheckedModel, config: EngineConfig) -> int:
+def num_kv_blocks(model: SizedModel, config: EngineConfig) -> int:
     """Blocks that the configuration asks for.  Raises PipelineError if its limits contradict each other."""
     if (config.num_blocks is None) == (config.kv_bytes is None):
         raise PipelineError("give exactly one of num_blocks and kv_bytes")
@@ -72,7 +63,7 @@ def num_kv_blocks(model: CheckedModel, config: EngineConfig) -> int:
     return num_blocks
 
 
-def check_rows(model: CheckedModel, config: EngineConfig, piece: Rows) -> int:
+def check_rows(model: SizedModel, config: EngineConfig, piece: Rows) -> int:
     """Number of rows.  Raises InvalidRequest."""
     if isinstance(piece, EmbeddingRows):
         check_tensor("embeddings", piece.embeddings, ("num_rows", model.config.hidden_size))
@@ -97,7 +88,7 @@ def check_rows(model: CheckedModel, config: EngineConfig, piece: Rows) -> int:
     return num_rows
 
 
-def _check_positions(model: CheckedModel, positions: NDArray[Any], num_rows: int) -> None:
+def _check_positions(model: SizedModel, positions: NDArray[Any], num_rows: int) -> None:
     shapes: list[tuple[int, ...]] = [(num_rows,)]
     if model.num_position_axes == NUM_AXES:
         shapes.append((NUM_AXES, num_rows))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from omnistage.engine.block_manager import BlockManager
 from omnistage.engine.checks import (
-    ModelSizes,
+    SizedModel,
     check_rows,
     check_sampling,
     check_tensor,
@@ -31,7 +31,7 @@ from omnistage.engine.request import (
     Rows,
     TokenRows,
 )
-from omnistage.engine.runner import FlatTokenModel, FrameModel, Runner
+from omnistage.engine.runner import FrameModel, Runner
 from omnistage.engine.sampler import Sample, sample
 from omnistage.engine.scheduler import ScheduledChunk, Scheduler, SchedulerLimits
 from omnistage.engine.sequence import Sequence
@@ -51,18 +51,13 @@ __all__ = [
 ]
 
 
-class EngineModel(FlatTokenModel, Protocol):
+class EngineModel(SizedModel, Protocol):
     """What an engine can serve: Decoder, TextModel and their likes."""
-
-    @property
-    def config(self) -> ModelSizes: ...
 
     @property
     def weight_bytes(self) -> int: ...
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> PagedKVCache: ...
-
-    def kv_bytes_per_block(self, block_size: int) -> int: ...
 
 
 class Engine:

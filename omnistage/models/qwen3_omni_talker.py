@@ -22,7 +22,6 @@ from omnistage.models.fused_weights import FusedWeights
 from omnistage.models.loader import Checkpoint, read_json
 from omnistage.models.packed_blocks import with_defaults
 from omnistage.models.qwen3_residual_codes import (
-    CodePicker,
     CodeSampling,
     ResidualCodePredictor,
     ResidualConfig,
@@ -245,7 +244,7 @@ class Talker(TextModel):
         Returns the frames [num_requests, num_groups], int64, and their parts [num_requests, hidden].
         """
         first = self.embed(code0)
-        others, total = self._predictor(self._layers.normalise(hidden), first, CodePicker(noise))
+        others, total = self._predictor(self._layers.normalise(hidden), first, noise)
         return torch.cat((code0.unsqueeze(1), others), dim=1), total
 
     def frame_rows(self, frames: Tensor) -> Tensor:

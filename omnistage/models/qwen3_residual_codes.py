@@ -60,28 +60,11 @@ class CodePicker:
     """
 
     def __init__(self, samplings: Sequence[CodeSampling]) -> None:
-        self._all = samplings
         self._drawn = [index for index, item in enumerate(samplings) if item.temperature > 0]
         self._samplings = [samplings[index] for index in self._drawn]
         self._temperature = np.array([[item.temperature] for item in self._samplings], dtype=np.float32)
         self._top_k = np.array([[item.top_k] for item in self._samplings])
         self._top_p = np.array([[item.top_p] for item in self._samplings])
-
-    def arrays(self, num_codes: int) -> tuple[NDArray[Any], ...]:
-        """What the native kernels draw by: temperature, top_k, top_p of each row, and the numbers drawn.
-
-        The last is [num_rows, num_codes], -1 where the most probable code is taken.
-        """
-        uniforms = [
-            [item.uniform(index + 1) if item.temperature > 0 else -1.0 for index in range(num_codes)]
-            for item in self._all
-        ]
-        return (
-            np.array([item.temperature for item in self._all], dtype=np.float32),
-            np.array([item.top_k for item in self._all], dtype=np.int64),
-            np.array([item.top_p for item in self._all], dtype=np.float64),
-            np.array(uniforms, dtype=np.float64),
-        )
 
     def __call__(self, logits: Tensor, codebook: int) -> Tensor:
         """logits: [num_rows, codebook_size].  Returns [num_rows], int64."""
@@ -113,6 +96,23 @@ class CodePicker:
         target = np.minimum(uniform * total, np.nextafter(total, 0))  # rounding up to total
         codes: NDArray[np.int64] = (cumulative <= target).sum(axis=1)  # the first one beyond the target
         return codes
+
+
+def drawing_arrays(samplings: Sequence[CodeSampling], num_codes: int) -> tuple[NDArray[Any], ...]:
+    """What the native kernels draw by: temperature, top_k, top_p of each row, and the numbers drawn.
+
+    The last is [num_rows, num_codes], -1 where the most probable code is taken.
+    """
+    uniforms = [
+        [item.uniform(index + 1) if item.temperature > 0 else -1.0 for index in range(num_codes)]
+        for item in samplings
+    ]
+    return (
+        np.array([item.temperature for item in samplings], dtype=np.float32),
+        np.array([item.top_k for item in samplings], dtype=np.int64),
+        np.array([item.top_p for item in samplings], dtype=np.float64),
+        np.array(uniforms, dtype=np.float64),
+    )
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ class ResidualCodePredictor:
         self._cache = self._new_cache(1)
         self._steps: dict[int, list[_Step]] = {}  # by the number of requests
 
-    def __call__(self, hidden: Tensor, first: Tensor, pick: CodePicker) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, hidden: Tensor, first: Tensor, samplings: Sequence[CodeSampling]
+    ) -> tuple[Tensor, Tensor]:
         """One frame of several requests.
 
         hidden: the talker's after its final norm, first: embeddings of the first codes, both
@@ -162,7 +164,8 @@ class ResidualCodePredictor:
         sum of all codes' embeddings [num_requests, hidden].
         """
         if self._native is not None:
-            return self._predict_natively(self._native, hidden, first, pick)
+            return self._predict_natively(self._native, hidden, first, samplings)
+        pick = CodePicker(samplings)
         num_requests = hidden.shape[0]
         rows = torch.cat((hidden, first))
         total = first
@@ -200,16 +203,15 @@ class ResidualCodePredictor:
         )
 
     def _predict_natively(
-        self, predictor: Predictor, hidden: Tensor, first: Tensor, pick: CodePicker
+        self, predictor: Predictor, hidden: Tensor, first: Tensor, samplings: Sequence[CodeSampling]
     ) -> tuple[Tensor, Tensor]:
         """As __call__, in one call."""
         native = library()
         assert native is not None
         num_requests, num_codes = hidden.shape[0], self.config.num_groups - 1
-        if num_requests > self._cache.num_blocks:
-            self._cache = self._new_cache(max(num_requests, 2 * self._cache.num_blocks))
+        self._make_room(num_requests)
         hidden, first = hidden.contiguous(), first.contiguous()
-        settings = pick.arrays(num_codes)
+        settings = drawing_arrays(samplings, num_codes)
         codes = torch.empty(num_requests, num_codes, dtype=torch.int64)
         total = torch.empty_like(first)
         native.omnistage_predict(
@@ -241,11 +243,15 @@ class ResidualCodePredictor:
                 dtype=self._layers.dtype,
             )
 
-    def _plan(self, num_requests: int) -> list[_Step]:
-        """The steps of a frame, which are the same for every frame of as many requests."""
+    def _make_room(self, num_requests: int) -> None:
+        """A cache of so many blocks or more; a new one makes the planned steps void."""
         if num_requests > self._cache.num_blocks:
             self._cache = self._new_cache(max(num_requests, 2 * self._cache.num_blocks))
             self._steps.clear()
+
+    def _plan(self, num_requests: int) -> list[_Step]:
+        """The steps of a frame, which are the same for every frame of as many requests."""
+        self._make_room(num_requests)
         if num_requests not in self._steps:
             # The first step has two rows of each request: all rows at 0, then all at 1, which see those.
             positions = [(0, 1), *((index,) for index in range(2, self.config.num_groups))]

@@ -223,6 +223,7 @@ class TextLayers:
         capture_layer: see TextModel.forward.
         """
         if metadata.rows is not None and self.native is not None:
+            assert deepstack is None, "rows between the layers are not for a step that only decodes"
             hidden, captured = self.native.run(hidden, rotation, metadata, capture_layer=capture_layer)
             is_last = captured is not None and capture_layer == len(self._layers)
             return hidden, self.normalise(captured) if is_last and captured is not None else captured

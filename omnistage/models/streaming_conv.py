@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +21,6 @@ from omnistage.ops.native.library import DTYPES, library
 Histories = list[Tensor]  # one stream's past rows, [num_past, channels] per layer with a memory
 
 _PACKING_ROWS = 128  # the layout is chosen for this many; the choice hardly depends on it
-_NUMPY_SINE_THREADS = 2  # up to so many threads numpy's sine (one thread) is the faster one
 _NO_DIVISION_BY_ZERO = 1e-9  # as in the published activation
 
 
@@ -164,7 +162,6 @@ class Snake:
         self.nbytes = 2 * log_alpha.nbytes
         self._alpha = log_alpha.exp()
         self._gain = (log_beta.exp() + _NO_DIVISION_BY_ZERO).rsqrt()
-        self._can_use_numpy = log_alpha.dtype == torch.float32 and log_alpha.device.type == "cpu"
 
     def __call__(self, rows: Tensor, *, out: Tensor) -> None:
         """rows, out: [num_streams, num_rows, channels]; may be the same."""
@@ -184,11 +181,6 @@ class Snake:
                 )
             return
         wave = rows * self._alpha
-        if self._can_use_numpy and torch.get_num_threads() <= _NUMPY_SINE_THREADS:
-            # The activations cost as much as the convolutions; numpy's sine takes 0.4 ns a value on one
-            # core, torch's 1.0 ns (AVX-512).
-            np.sin(wave.numpy(), out=wave.numpy())
-        else:
-            wave.sin_()
+        wave.sin_()
         wave *= self._gain
         torch.addcmul(rows, wave, wave, out=out)

@@ -16,7 +16,6 @@ from omnistage.graph import EdgeSpec, PipelineSpec, StageSpec
 from omnistage.transport.messages import Chunk, RequestKey, Submit
 from omnistage.types import FinishReason, HostTensor, Payload, Scalar, StageKind, Usage
 
-IDLE = None
 # How long a prompt may take to its first token before it is as urgent as sound that is being played: on a
 # shared device, streams that play go on while the prompts of others are read.
 FIRST_OUTPUT_SECONDS = 1.0

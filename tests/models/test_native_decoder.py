@@ -24,7 +24,7 @@ from transformers import (
 from omnistage.models.decoder import load_decoder
 from omnistage.models.qwen3_omni_talker import load_talker
 from omnistage.models.qwen3_omni_thinker import load_thinker
-from omnistage.models.qwen3_residual_codes import GREEDY, CodePicker, CodeSampling
+from omnistage.models.qwen3_residual_codes import GREEDY, CodeSampling, drawing_arrays
 from omnistage.ops.attention import AttentionMetadata, DecodeGroup, DecodeRows, length_mask
 from omnistage.ops.native import library as native_library
 from omnistage.ops.native.library import library
@@ -233,7 +233,7 @@ def test_greedy_and_drawn_rows_mix(talker):
     frames, _ = predicted(talker, 3, mixed)
     greedy, _ = predicted(talker, 3, [GREEDY] * 3)
     assert frames[[0, 2]].tolist() == greedy[[0, 2]].tolist()
-    assert CodePicker(mixed).arrays(2)[3][0].tolist() == [-1.0, -1.0]
+    assert drawing_arrays(mixed, 2)[3][0].tolist() == [-1.0, -1.0]
 
 
 PROGRAM = """

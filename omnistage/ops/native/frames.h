@@ -60,7 +60,7 @@ inline long draw(const float* logits, long size, float temperature, long top_k, 
 
 // first: [count, hidden] embeddings of the first codes.  hidden: [count, hidden] the talker's, normalised.
 // codes: [count, num_codes] out.  total: [count, hidden] out, the sum of all codes' embeddings.
-// step: for 2 * count rows; its tables, slots and factors are set per code by this function.
+// pages: the keys and values of one frame per request, a block each.  cosine, sine: [num_codes + 1, head_dim].
 template <class T>
 void predict(long num_threads, const Predictor& predictor, long count, const T* hidden, const T* first, void* const* pages,
              const T* cosine, const T* sine, const Sampling& sampling, int64_t* codes, T* total) {
